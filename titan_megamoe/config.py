@@ -1,0 +1,95 @@
+"""MegaMoEConfig: everything a user can choose about the op.
+
+The custom op can only carry plain values through a compiler, so a config travels as a string:
+`to_string` and the cached `from_string` are inverses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from dataclasses import dataclass
+
+from .errors import ConfigError
+
+BACKENDS = ("auto", "reference", "all_to_all", "deepep", "fused")
+PRECISIONS = ("bf16", "fp8", "fp8_bwd", "mxfp8")
+WGRAD_PRECISIONS = ("bf16", "fp8")
+
+ROUTED_ROWS_FACTOR = 2.0
+"""Default of `max_routed_rows`: this many times the balanced load max_tokens_per_rank · K."""
+
+
+@dataclass(frozen=True)
+class MegaMoEConfig:
+    """How `mega_moe` runs. Immutable and hashable; the same on every rank of a group.
+
+    Attributes:
+        backend: `auto` picks the best backend that can run here and says which and why in one log line;
+            any other name runs that backend or raises `UnsupportedError` with the reason.
+        precision: `bf16`, `fp8` (e4m3, activations 1×128, weights 128×128), `fp8_bwd` (bf16 forward, fp8
+            backward) or `mxfp8` (Blackwell; not available yet).
+        wgrad_precision: operands of the weight-gradient GEMMs when the backward is fp8.
+        max_tokens_per_rank: bound on a rank's T, in tokens. 0: no bound for unfused backends; the fused
+            backend takes the first call's largest T.
+        max_routed_rows: bound on the rows R that a rank computes, in rows. 0: ROUTED_ROWS_FACTOR times
+            max_tokens_per_rank · K.
+        comm_sms: SMs that carry communication; 0: the backend's default.
+        reserved_sms: SMs the fused kernels leave to FSDP, NCCL and other streams.
+        timeout_s: seconds a kernel waits for a peer before it gives up with an error.
+        debug: check ids on the host before the launch and synchronise after it.
+    """
+
+    backend: str = "auto"
+    precision: str = "bf16"
+    wgrad_precision: str = "bf16"
+    max_tokens_per_rank: int = 0
+    max_routed_rows: int = 0
+    comm_sms: int = 0
+    reserved_sms: int = 0
+    timeout_s: float = 300.0
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        for field, allowed in (
+            ("backend", BACKENDS),
+            ("precision", PRECISIONS),
+            ("wgrad_precision", WGRAD_PRECISIONS),
+        ):
+            value = getattr(self, field)
+            if value not in allowed:
+                raise ConfigError(
+                    f"MegaMoEConfig.{field} is {value!r}; it must be one of {', '.join(allowed)}."
+                )
+        for field in ("max_tokens_per_rank", "max_routed_rows", "comm_sms", "reserved_sms"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigError(
+                    f"MegaMoEConfig.{field} is {value!r}; it must be a whole number ≥ 0 (0 = default)."
+                )
+        if not self.timeout_s > 0:
+            raise ConfigError(f"MegaMoEConfig.timeout_s is {self.timeout_s!r}; it must be > 0 seconds.")
+
+    def to_string(self) -> str:
+        """A canonical string; equal configs give equal strings."""
+        return _to_string(self)
+
+    @staticmethod
+    def from_string(text: str) -> MegaMoEConfig:
+        """Inverse of `to_string`."""
+        return _from_string(text)
+
+    def routed_rows_bound(self, top_k: int, max_tokens: int) -> int:
+        """Rows a rank may compute (R), given the effective `max_tokens` per rank."""
+        return self.max_routed_rows or int(ROUTED_ROWS_FACTOR * max_tokens * top_k)
+
+
+@functools.lru_cache(maxsize=256)
+def _to_string(config: MegaMoEConfig) -> str:
+    return json.dumps(dataclasses.asdict(config), sort_keys=True)
+
+
+@functools.lru_cache(maxsize=256)
+def _from_string(text: str) -> MegaMoEConfig:
+    return MegaMoEConfig(**json.loads(text))
