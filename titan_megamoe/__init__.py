@@ -3,6 +3,7 @@
 from ._version import __version__
 from .config import MegaMoEConfig
 from .errors import AgreementError, BoundError, ConfigError, MegaMoEError, UnsupportedError
+from .op import mega_moe
 
 __all__ = [
     "AgreementError",
@@ -12,4 +13,5 @@ __all__ = [
     "MegaMoEError",
     "UnsupportedError",
     "__version__",
+    "mega_moe",
 ]

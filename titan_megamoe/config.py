@@ -1,7 +1,7 @@
 """MegaMoEConfig: everything a user can choose about the op.
 
-The custom op can only carry plain values through a compiler, so a config travels as a string:
-`to_string` and the cached `from_string` are inverses.
+The custom op can only carry plain values through a compiler, so a config travels as a string, its `text`;
+`from_text` is the inverse.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .errors import ConfigError
 
@@ -39,6 +39,7 @@ class MegaMoEConfig:
         reserved_sms: SMs the fused kernels leave to FSDP, NCCL and other streams.
         timeout_s: seconds a kernel waits for a peer before it gives up with an error.
         debug: check ids on the host before the launch and synchronise after it.
+        text: this config as a canonical string, made by itself.
     """
 
     backend: str = "auto"
@@ -50,6 +51,7 @@ class MegaMoEConfig:
     reserved_sms: int = 0
     timeout_s: float = 300.0
     debug: bool = False
+    text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for field, allowed in (
@@ -70,15 +72,13 @@ class MegaMoEConfig:
                 )
         if not self.timeout_s > 0:
             raise ConfigError(f"MegaMoEConfig.timeout_s is {self.timeout_s!r}; it must be > 0 seconds.")
-
-    def to_string(self) -> str:
-        """A canonical string; equal configs give equal strings."""
-        return _to_string(self)
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
+        object.__setattr__(self, "text", json.dumps(values, sort_keys=True))
 
     @staticmethod
-    def from_string(text: str) -> MegaMoEConfig:
-        """Inverse of `to_string`."""
-        return _from_string(text)
+    def from_text(text: str) -> MegaMoEConfig:
+        """The config whose `text` this is (cached)."""
+        return _from_text(text)
 
     def routed_rows_bound(self, top_k: int, max_tokens: int) -> int:
         """Rows a rank may compute (R), given the effective `max_tokens` per rank."""
@@ -86,10 +86,5 @@ class MegaMoEConfig:
 
 
 @functools.lru_cache(maxsize=256)
-def _to_string(config: MegaMoEConfig) -> str:
-    return json.dumps(dataclasses.asdict(config), sort_keys=True)
-
-
-@functools.lru_cache(maxsize=256)
-def _from_string(text: str) -> MegaMoEConfig:
+def _from_text(text: str) -> MegaMoEConfig:
     return MegaMoEConfig(**json.loads(text))
