@@ -1,0 +1,115 @@
+"""What the converter refuses, from the job's configuration alone.
+
+Every rank reads the same configuration, so every rank refuses alike, before anything is built.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.moe import MoEArgs
+from torchtitan.models.qwen3 import Qwen3Model
+from torchtitan.protocols.train_spec import TrainSpec
+
+from ..errors import ConfigError, UnsupportedError
+
+
+def moe_args_of(model_args: Any) -> MoEArgs | None:
+    """The MoE part of a TorchTitan model's arguments; None for a dense model."""
+    if not getattr(model_args, "moe_enabled", True):
+        return None
+    return getattr(model_args, "moe_args", None)
+
+
+def has_own_load_balancing(spec: TrainSpec) -> bool:
+    """Whether the train spec's optimizers already update `expert_bias`."""
+    return spec.build_optimizers_fn is build_optimizers_with_moe_load_balancing
+
+
+def refuse_unsupported(
+    job_config: Any, dims: ParallelDims, spec: TrainSpec, moe_args: MoEArgs
+) -> None:
+    """Raise on the first thing in this job that the converter cannot do.
+
+    Raises:
+        UnsupportedError: a valid TorchTitan job that needs something we do not have.
+        ConfigError: the job contradicts itself.
+    """
+    _refuse_model(job_config, spec, moe_args)
+    _refuse_parallelism(dims, moe_args)
+    _refuse_other_switches(job_config)
+    _refuse_load_balancing(job_config, spec, moe_args)
+
+
+def _refuse_model(job_config: Any, spec: TrainSpec, moe_args: MoEArgs) -> None:
+    name = job_config.model.name
+    if not issubclass(spec.model_cls, Qwen3Model):
+        raise UnsupportedError(
+            f"the converter mega_moe knows Qwen3's MoE blocks, but [model] name is {name!r}: use a "
+            "qwen3 flavour, or take mega_moe out of [model] converters."
+        )
+    if moe_args.score_before_experts:
+        raise UnsupportedError(
+            f"flavour {job_config.model.flavor!r} has score_before_experts = True, but mega_moe weights "
+            "the experts' outputs: set score_before_experts = False in its MoEArgs, or take mega_moe "
+            "out of [model] converters."
+        )
+
+
+def _refuse_parallelism(dims: ParallelDims, moe_args: MoEArgs) -> None:
+    for degree, name, option in (
+        (dims.tp, "tensor parallelism", "tensor_parallel_degree"),
+        (dims.etp, "expert tensor parallelism", "expert_tensor_parallel_degree"),
+        (dims.pp, "pipeline parallelism", "pipeline_parallel_degree"),
+    ):
+        if degree > 1:
+            raise UnsupportedError(
+                f"[parallelism] {option} is {degree}, but the converter mega_moe does not support "
+                f"{name}: set it to 1 and use expert_parallel_degree and data parallelism instead."
+            )
+    if moe_args.num_experts % dims.ep:
+        raise ConfigError(
+            f"[parallelism] expert_parallel_degree is {dims.ep}, which does not divide the model's "
+            f"{moe_args.num_experts} experts: every rank needs the same number; choose a divisor of "
+            f"{moe_args.num_experts}."
+        )
+    shards = dims.dp_shard * dims.cp
+    if shards % dims.ep:
+        raise ConfigError(
+            f"[parallelism] expert_parallel_degree is {dims.ep}, which does not divide "
+            f"data_parallel_shard_degree * context_parallel_degree = {shards}, from which TorchTitan "
+            "takes the expert-parallel ranks: choose a divisor."
+        )
+
+
+def _refuse_other_switches(job_config: Any) -> None:
+    comm_backend = job_config.parallelism.expert_parallel_comm_backend
+    if comm_backend == "deepep":
+        raise ConfigError(
+            '[parallelism] expert_parallel_comm_backend is "deepep", which TorchTitan ignores for '
+            'Qwen3: take it out and set backend = "deepep" in [mega_moe].'
+        )
+    for converter in job_config.model.converters:
+        if converter.startswith("quantize.grouped_mm"):
+            raise ConfigError(
+                f"[model] converters has both mega_moe and {converter!r}, which want the same expert "
+                f"weights: take {converter!r} out and choose the precision in [mega_moe]."
+            )
+
+
+def _refuse_load_balancing(job_config: Any, spec: TrainSpec, moe_args: MoEArgs) -> None:
+    if not job_config.mega_moe.load_balancing:
+        return
+    if moe_args.load_balance_coeff is None:
+        raise ConfigError(
+            f"[mega_moe] load_balancing is on, but flavour {job_config.model.flavor!r} has no "
+            "load_balance_coeff: set it in its MoEArgs (TorchTitan's default is 1e-3), or turn "
+            "load_balancing off."
+        )
+    if has_own_load_balancing(spec):
+        raise ConfigError(
+            f"[mega_moe] load_balancing is on, but the train spec {job_config.model.name!r} already "
+            "updates expert_bias in its optimizers: turn load_balancing off, or it would move twice."
+        )
