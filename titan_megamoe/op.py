@@ -5,8 +5,10 @@
                                                      titan_megamoe::backward ── ExplicitBackend.backward
 
 No numerics live here: this file gives the backends their seat under autograd, activation checkpointing,
-torch.compile and FSDP2. Both custom ops are registered as having ordered effects, because peers wait for
-them: a compiler may neither drop nor reorder a call.
+torch.compile and FSDP2. Both custom ops are registered as having side effects, because peers wait for them:
+no compiler drops a call. (Effect tokens, which would also pin the order of calls that do not depend on each
+other, make torch 2.13 refuse to recompute the op under activation checkpointing. Every rank compiles the same
+graph, and the call header turns a different order on some rank into an error.)
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import contextlib
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._library.effects import EffectType
+from torch.fx.node import has_side_effect
 
 from .backends import get_backend, resolve_backend
 from .backends.base import Backend, CompositeBackend, ExplicitBackend, MoECall, Needs
@@ -78,9 +80,9 @@ def mega_moe(
     needs = _needs(x, topk_weights, w1, w3, w2)
     if composite:
         return _apply_composite(x, topk_ids, topk_weights, w1, w3, w2, name, config, needs)
-    y, _ = torch.ops.titan_megamoe.forward(
+    y = torch.ops.titan_megamoe.forward(
         x, topk_ids, topk_weights, w1, w3, w2, name, config.text, needs.bits
-    )
+    )[0]
     if config.debug and y.is_cuda and not torch.compiler.is_compiling():
         torch.cuda.synchronize(y.device)
     return y
@@ -164,12 +166,13 @@ def _forward(
     group: str,
     config: str,
     needs: int,
-) -> tuple[Tensor, list[Tensor]]:
+) -> list[Tensor]:
     call = _call(
         x, topk_ids, topk_weights, w1, w3, w2,
         group, MegaMoEConfig.from_text(config), Needs.from_bits(needs),
     )  # fmt: skip
-    return _explicit(call).forward(call)
+    y, saved = _explicit(call).forward(call)
+    return [y, *saved]
 
 
 @_forward.register_fake
@@ -179,7 +182,7 @@ def _forward_fake(x, topk_ids, topk_weights, w1, w3, w2, group, config, needs):
         group, MegaMoEConfig.from_text(config), Needs.from_bits(needs),
     )  # fmt: skip
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return y, _explicit(call).fake_saved(call)
+    return [y, *_explicit(call).fake_saved(call)]
 
 
 @torch.library.custom_op("titan_megamoe::backward", mutates_args=())
@@ -218,13 +221,14 @@ def _backward_fake(
 
 def _setup_context(ctx, inputs, output) -> None:
     *tensors, group, config, needs = inputs
-    _, saved = output
+    saved = output[1:]
     ctx.save_for_backward(*tensors, *saved)
     ctx.group, ctx.config, ctx.needs = group, config, needs
     ctx.set_materialize_grads(False)
 
 
-def _autograd_backward(ctx, dy, _d_saved):
+def _autograd_backward(ctx, d_outputs):
+    dy = d_outputs[0]
     if dy is None:
         # y did not enter the loss on this rank; its peers still need this rank's part of the backward.
         dy = torch.zeros_like(ctx.saved_tensors[0])
@@ -240,5 +244,5 @@ def _autograd_backward(ctx, dy, _d_saved):
 
 
 _forward.register_autograd(_autograd_backward, setup_context=_setup_context)
-torch.library._register_effectful_op("titan_megamoe::forward", EffectType.ORDERED)
-torch.library._register_effectful_op("titan_megamoe::backward", EffectType.ORDERED)
+for _op in (torch.ops.titan_megamoe.forward.default, torch.ops.titan_megamoe.backward.default):
+    has_side_effect(_op)
