@@ -1,4 +1,5 @@
-"""The quickstart: train a small Qwen3-MoE through TorchTitan on any machine, beside stock TorchTitan.
+"""The quickstart: train a small Qwen3-MoE through TorchTitan on any machine, beside stock
+TorchTitan.
 
     python -m titan_megamoe.quickstart
 """

@@ -1,7 +1,7 @@
 """Everything TorchTitan reads from disk, made on the spot and without a network.
 
-The text is the source code of Python's standard library, which every machine that runs this has. The
-tokenizer is a byte-level BPE trained on it.
+The text is the source code of Python's standard library, which every machine that runs this has.
+The tokenizer is a byte-level BPE trained on it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def prepare(
     max_characters: int = 4_000_000,
     say: Callable[[str], None] = lambda _: None,
 ) -> Assets:
-    """Write tokenizer and data set under `folder`, or take what an earlier call with equal sizes left.
+    """Write tokenizer and data set under `folder`, or take what an earlier call with equal sizes
+    left.
 
     Args:
         vocabulary: tokens of the BPE, at least 257.
@@ -54,8 +55,8 @@ def prepare(
     documents = list(_standard_library(max_characters))
     if not documents:
         raise RuntimeError(
-            f"no Python sources under {sysconfig.get_path('stdlib')}: this Python is installed without "
-            "its standard library's .py files; use one that has them."
+            f"no Python sources under {sysconfig.get_path('stdlib')}: this Python is installed "
+            "without its standard library's .py files; use one that has them."
         )
     characters = sum(map(len, documents))
     say(f"text: {len(documents)} files, {characters / 1e6:.1f} million characters")

@@ -1,4 +1,5 @@
-"""The TorchTitan 0.2 converter: Qwen3's MoE blocks on `mega_moe`, without a fork and without a patch.
+"""The TorchTitan 0.2 converter: Qwen3's MoE blocks on `mega_moe`, without a fork and without a
+patch.
 
 In a TorchTitan job file::
 
@@ -52,15 +53,16 @@ def register() -> None:
         import torchtitan  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            f"titan_megamoe.torchtitan needs TorchTitan 0.2, which cannot be imported here ({error}); "
+            f"titan_megamoe.torchtitan needs TorchTitan 0.2, which cannot be imported ({error}); "
             "install it with: pip install 'titan-megamoe[torchtitan]'."
         ) from error
     try:
         from torchtitan.protocols import model_converter
     except ImportError as error:
         raise ImportError(
-            f"TorchTitan is installed but does not import ({error}); titan_megamoe.torchtitan is made "
-            "for torchtitan 0.2.2: pip install 'titan-megamoe[torchtitan]' installs it with all it needs."
+            f"TorchTitan is installed but does not import ({error}); titan_megamoe.torchtitan is "
+            "made for torchtitan 0.2.2, and pip install 'titan-megamoe[torchtitan]' installs it "
+            "with all that it needs."
         ) from error
 
     from . import flavors

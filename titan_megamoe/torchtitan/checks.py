@@ -52,9 +52,9 @@ def _refuse_model(job_config: Any, spec: TrainSpec, moe_args: MoEArgs) -> None:
         )
     if moe_args.score_before_experts:
         raise UnsupportedError(
-            f"flavour {job_config.model.flavor!r} has score_before_experts = True, but mega_moe weights "
-            "the experts' outputs: set score_before_experts = False in its MoEArgs, or take mega_moe "
-            "out of [model] converters."
+            f"flavour {job_config.model.flavor!r} has score_before_experts = True, but mega_moe "
+            "weights the experts' outputs: set score_before_experts = False in its MoEArgs, or "
+            "take mega_moe out of [model] converters."
         )
 
 
@@ -72,15 +72,15 @@ def _refuse_parallelism(dims: ParallelDims, moe_args: MoEArgs) -> None:
     if moe_args.num_experts % dims.ep:
         raise ConfigError(
             f"[parallelism] expert_parallel_degree is {dims.ep}, which does not divide the model's "
-            f"{moe_args.num_experts} experts: every rank needs the same number; choose a divisor of "
-            f"{moe_args.num_experts}."
+            f"{moe_args.num_experts} experts: every rank needs the same number; choose a divisor "
+            f"of {moe_args.num_experts}."
         )
     shards = dims.dp_shard * dims.cp
     if shards % dims.ep:
         raise ConfigError(
             f"[parallelism] expert_parallel_degree is {dims.ep}, which does not divide "
-            f"data_parallel_shard_degree * context_parallel_degree = {shards}, from which TorchTitan "
-            "takes the expert-parallel ranks: choose a divisor."
+            f"data_parallel_shard_degree * context_parallel_degree = {shards}, from which "
+            "TorchTitan takes the expert-parallel ranks: choose a divisor."
         )
 
 
@@ -94,8 +94,8 @@ def _refuse_other_switches(job_config: Any) -> None:
     for converter in job_config.model.converters:
         if converter.startswith("quantize.grouped_mm"):
             raise ConfigError(
-                f"[model] converters has both mega_moe and {converter!r}, which want the same expert "
-                f"weights: take {converter!r} out and choose the precision in [mega_moe]."
+                f"[model] converters has both mega_moe and {converter!r}, which want the same "
+                f"expert weights: take {converter!r} out and choose the precision in [mega_moe]."
             )
 
 
@@ -110,6 +110,7 @@ def _refuse_load_balancing(job_config: Any, spec: TrainSpec, moe_args: MoEArgs) 
         )
     if has_own_load_balancing(spec):
         raise ConfigError(
-            f"[mega_moe] load_balancing is on, but the train spec {job_config.model.name!r} already "
-            "updates expert_bias in its optimizers: turn load_balancing off, or it would move twice."
+            f"[mega_moe] load_balancing is on, but the train spec {job_config.model.name!r} "
+            "already updates expert_bias in its optimizers: turn load_balancing off, or the bias "
+            "would move twice."
         )

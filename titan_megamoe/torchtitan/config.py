@@ -14,7 +14,7 @@ class MegaMoE:
     """How the MoE blocks run once ``mega_moe`` is among ``[model] converters``."""
 
     backend: str = "auto"
-    """auto, reference, all_to_all, deepep or fused. auto takes the best that can run and logs why."""
+    """auto (the best that can run, logged), reference, all_to_all, deepep or fused."""
 
     precision: str = "bf16"
     """bf16, fp8, fp8_bwd (bf16 forward, fp8 backward) or mxfp8."""
@@ -23,10 +23,10 @@ class MegaMoE:
     """Operands of the weight-gradient GEMMs when the backward is fp8: bf16 or fp8."""
 
     max_tokens_per_rank: int = 0
-    """Bound on a rank's tokens. 0: local_batch_size * seq_len / context_parallel_degree of the job."""
+    """Bound on a rank's tokens. 0: the job's local_batch_size * seq_len / cp degree."""
 
     max_routed_rows: int = 0
-    """Bound on the rows that a rank's experts compute at once. 0: a multiple of the balanced load."""
+    """Bound on the rows a rank's experts compute. 0: a multiple of the balanced load."""
 
     comm_sms: int = 0
     """SMs that carry communication. 0: the backend's default."""
@@ -41,8 +41,10 @@ class MegaMoE:
     """Check expert ids on the host and synchronise after every call. Slow."""
 
     load_balancing: bool = False
-    """Update expert_bias after every step (auxiliary-loss-free balancing), which Qwen3 in TorchTitan 0.2
-    never does. Needs load_balance_coeff in the model's MoEArgs, which is its default."""
+    """Update expert_bias after every step (auxiliary-loss-free balancing), which Qwen3 in
+    TorchTitan 0.2 never does. Needs load_balance_coeff in the model's MoEArgs, which is its
+    default.
+    """
 
     def to_op_config(self, max_tokens_per_rank: int) -> MegaMoEConfig:
         """The op's configuration; `max_tokens_per_rank` is taken where the job sets none.
@@ -70,7 +72,7 @@ class JobConfig:
 
 
 def with_mega_moe(job_config: type) -> type:
-    """A dataclass like `job_config`, the JobConfig of another custom_config_module, plus [mega_moe].
+    """`job_config`, the JobConfig of another custom_config_module, plus [mega_moe].
 
     Raises:
         TypeError: `job_config` is not a dataclass, or has a field mega_moe of its own.
@@ -79,6 +81,8 @@ def with_mega_moe(job_config: type) -> type:
     if fields is None:
         raise TypeError(f"{job_config!r} is not a dataclass; TorchTitan merges dataclasses only.")
     if "mega_moe" in fields:
-        raise TypeError(f"{job_config.__name__} already has a section mega_moe; it cannot be added.")
+        raise TypeError(
+            f"{job_config.__name__} already has a section mega_moe; it cannot be added."
+        )
     extra = [("mega_moe", MegaMoE, field(default_factory=MegaMoE))]
     return make_dataclass(job_config.__name__, extra, bases=(job_config,))

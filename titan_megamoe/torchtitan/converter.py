@@ -25,8 +25,9 @@ CONVERTER_NAME = "mega_moe"
 class MegaMoEConverter:
     """TorchTitan's ModelConverter protocol.
 
-    Construction reads the job's configuration and refuses what we cannot do; `convert` swaps the blocks of
-    the model that is still on the meta device; `post_optimizer_hook` balances the load when asked to.
+    Construction reads the job's configuration and refuses what we cannot do; `convert` swaps the
+    blocks of the model that is still on the meta device; `post_optimizer_hook` balances the load
+    when asked to.
 
     Raises:
         ConfigError, UnsupportedError: one sentence on what was found, what is needed and the fix.
@@ -37,8 +38,8 @@ class MegaMoEConverter:
         if section is None:
             raise ConfigError(
                 "the converter mega_moe needs the section [mega_moe]: set custom_config_module = "
-                '"titan_megamoe.torchtitan" in [job], or see with_mega_moe there if you have a module '
-                "of your own."
+                '"titan_megamoe.torchtitan" in [job], or see with_mega_moe there if you have a '
+                "module of your own."
             )
         self.parallel_dims = parallel_dims
         self.load_balancing = section.load_balancing
@@ -91,7 +92,7 @@ class MegaMoEConverter:
         update_expert_bias(blocks, self.parallel_dims)
 
     def _save_in_selective_checkpointing(self) -> None:
-        """Let per-op activation checkpointing keep the op's outputs instead of communicating again."""
+        """Let per-op activation checkpointing keep the op's outputs, not communicate again."""
         save_list = qwen3_parallelize._op_sac_save_list
         save_list.add(torch.ops.titan_megamoe.forward.default)
         if self.backend == "deepep":

@@ -10,8 +10,8 @@ functions. :func:`apply` supplies CPU answers for exactly those, in this process
 * FSDP's pre-multiplied sum, which gloo lacks: a plain sum, which is what TorchTitan asks for anyway
   (its gradient divide factor is 1).
 
-Used by the launcher (:mod:`titan_megamoe.torchtitan.train`) and by the tests, and only when there is
-no CUDA device. Nothing here changes a value that a GPU run would compute.
+Used by the launcher (:mod:`titan_megamoe.torchtitan.train`) and by the tests, and only when there
+is no CUDA device. Nothing here changes a value that a GPU run would compute.
 """
 
 from __future__ import annotations
@@ -72,11 +72,16 @@ def _fill_in_torch() -> None:
         input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0, **kwargs: Any
     ) -> torch.Tensor:
         # Integers in [0, bins) with one bin each is the only integer use in TorchTitan.
-        if input.device.type == "cpu" and not input.is_floating_point() and min == 0 and max == bins:
+        if (
+            input.device.type == "cpu"
+            and not input.is_floating_point()
+            and min == 0
+            and max == bins
+        ):
             return torch.bincount(input.flatten(), minlength=bins)
         return histc(input, bins=bins, min=min, max=max, **kwargs)
 
-    torch.histc = histc_with_integers
+    torch.histc = histc_with_integers  # type: ignore[assignment]
 
 
 def _fill_in_torchtitan() -> None:

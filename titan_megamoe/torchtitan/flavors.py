@@ -1,7 +1,7 @@
 """Reduced Qwen3-MoE flavours, added to TorchTitan's registry of flavours.
 
-Each keeps the width of a published model, so that one MoE layer costs what it costs there, or is small
-enough for a laptop:
+Each keeps the width of a published model, so that one MoE layer costs what it costs there, or is
+small enough for a laptop:
 
 * ``quickstart`` (3 layers, 8 experts, top-2) and ``quickstart_gpu`` (8 layers, 32 experts, top-4);
 * ``30B-A3B-<n>layers`` and ``235B-A22B-<n>layers`` for n in :data:`LAYERS`.
@@ -26,7 +26,9 @@ def reduced_flavor(flavor: str, layers: int) -> str:
 
 
 def add_to_qwen3() -> None:
-    """Add our flavours to TorchTitan's `qwen3_args`. Idempotent; never replaces one that is there."""
+    """Add our flavours to TorchTitan's `qwen3_args`. Idempotent; never replaces one that is
+    there.
+    """
     for flavor in ("30B-A3B", "235B-A22B"):
         full = qwen3_args[flavor]
         for layers in LAYERS:

@@ -1,17 +1,18 @@
 """The module that takes the place of TorchTitan's MoE block.
 
-    x ─ router (TorchTitan's own) ─ Routing ─ experts.routed_forward ─ mega_moe ─ y (+ shared experts)
+    x ─ router (stock) ─ Routing ─ experts.routed_forward ─ mega_moe ─ y (+ shared experts)
 
 How it fits TorchTitan 0.2's seams, all of them its own or FSDP2's public ones:
 
-* The block is a `MoE` that owns the stock block's parameters, buffers and children under their stock
-  names: state-dict keys and their order are stock's, and `apply_compile` compiles the same children.
-* The experts stay at `moe.experts`, where `parallelize_qwen3` shards them (Shard(0) on `ep`) and wraps
-  them in FSDP. TorchTitan's all-to-all is a pair of hooks on `experts.__call__`; ours is a method of
-  another name, so they never fire, and that method is registered with FSDP, so it still unshards the
-  weights and reduces the gradients.
-* FSDP casts what passes through a forward, down into tuples, dicts and dataclasses. Scores must stay in
-  fp32, so the routing travels in a plain class, which FSDP does not open.
+* The block is a `MoE` that owns the stock block's parameters, buffers and children under their
+  stock names: state-dict keys and their order are stock's, and `apply_compile` compiles the same
+  children.
+* The experts stay at `moe.experts`, where `parallelize_qwen3` shards them (Shard(0) on `ep`) and
+  wraps them in FSDP. TorchTitan's all-to-all is a pair of hooks on `experts.__call__`; ours is a
+  method of another name, so they never fire, and that method is registered with FSDP, so it still
+  unshards the weights and reduces the gradients.
+* FSDP casts what passes through a forward, down into tuples, dicts and dataclasses. Scores must
+  stay in fp32, so the routing travels in a plain class, which FSDP does not open.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _ROUTED_FORWARD = "routed_forward"
 
 
 class Routing:
-    """Where a rank's T tokens go. Deliberately no tuple and no dataclass: see the module's docstring.
+    """Where a rank's T tokens go. No tuple and no dataclass: see the module's docstring.
 
     Attributes:
         topk_ids: (T, K) int64, global expert ids.
@@ -59,7 +60,7 @@ class RoutedExperts(GroupedExperts):
         self.ep_mesh = ep_mesh
 
     def routed_forward(self, x_TH: Tensor, routing: Routing) -> Tensor:
-        """y (T, H) in x's dtype. Weights are this rank's shard on `ep`, unsharded on every other mesh.
+        """y (T, H) in x's dtype. Weights: sharded on `ep`, unsharded on every other mesh.
 
         Raises what `mega_moe` raises.
         """
@@ -76,7 +77,7 @@ class RoutedExperts(GroupedExperts):
         return y_TH.to(x_TH.dtype)
 
     def join_fsdp(self) -> None:
-        """Let FSDP run its hooks around `routed_forward`; a no-op without FSDP and the second time."""
+        """Let FSDP run its hooks around `routed_forward`; a no-op without FSDP. Idempotent."""
         if isinstance(self, FSDPModule) and _ROUTED_FORWARD not in self.__dict__:
             register_fsdp_forward_method(self, _ROUTED_FORWARD)
 
@@ -88,9 +89,9 @@ class MegaMoE(MoE):
         stock: the block to replace; its parameters, buffers and children are shared, not copied.
         config: how the op runs.
         ep_mesh: the one-dimensional mesh of the expert-parallel group; None without EP.
-        count_in_recompute: let `tokens_per_expert` advance again when activation checkpointing runs the
-            block a second time. False counts every token once; True is what TorchTitan's own balancing
-            hook expects, since it halves the counts of checkpointed blocks.
+        count_in_recompute: let `tokens_per_expert` advance again when activation checkpointing runs
+            the block a second time. False counts every token once; True is what TorchTitan's own
+            balancing hook expects, since it halves the counts of checkpointed blocks.
     """
 
     def __init__(
@@ -125,13 +126,13 @@ class MegaMoE(MoE):
         return y_TH.view(x.shape)
 
     def init_weights(self, init_std: float, buffer_device: torch.device) -> None:
-        """TorchTitan's initialisation. TorchTitan calls it once FSDP is in place, so that joins here."""
+        """TorchTitan's initialisation, which it runs once FSDP is in place: so join it here."""
         super().init_weights(init_std, buffer_device)
         self.experts.join_fsdp()
 
 
 def _adopt(new: nn.Module, stock: nn.Module) -> None:
-    """Share `stock`'s own parameters, buffers and children, under the same names in the same order."""
+    """Share `stock`'s own parameters, buffers and children: same names, same order."""
     for name, parameter in stock.named_parameters(recurse=False):
         new.register_parameter(name, parameter)
     for name, buffer in stock.named_buffers(recurse=False):

@@ -1,8 +1,8 @@
 """Launch TorchTitan's own trainer on whatever this machine has.
 
-``torchrun -m titan_megamoe.torchtitan.train --job.config_file X.toml`` takes TorchTitan's arguments.
-With a CUDA device it is ``torchrun -m torchtitan.train``, nothing more; without one the CPU shim is
-applied first.
+``torchrun -m titan_megamoe.torchtitan.train --job.config_file X.toml`` takes TorchTitan's
+arguments. With a CUDA device it is ``torchrun -m torchtitan.train``, nothing more; without one the
+CPU shim is applied first.
 """
 
 from __future__ import annotations
