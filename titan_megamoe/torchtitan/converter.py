@@ -96,6 +96,8 @@ class MegaMoEConverter:
         save_list = qwen3_parallelize._op_sac_save_list
         save_list.add(torch.ops.titan_megamoe.forward.default)
         if self.backend == "deepep":
+            import torchtitan.distributed.deepep  # noqa: F401, defines torch.ops.deepep
+
             save_list.add(torch.ops.deepep.dispatch.default)
             save_list.add(torch.ops.deepep.combine.default)
 
