@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .backends.base import MoECall
 from .errors import AgreementError, BoundError, ConfigError
 from .group import group_rank, group_size
 
@@ -65,10 +66,6 @@ class Agreement:
 _call_numbers: dict[str, int] = {}
 
 
-def config_hash(text: str) -> int:
-    return zlib.crc32(text.encode()) & 0x7FFFFFFF
-
-
 def agree(
     group: dist.ProcessGroup | None,
     header: CallHeader,
@@ -89,6 +86,26 @@ def agree(
     _check(rows, rank)
     counts = gathered[:, _FIELDS + _REASON_WORDS :][:, :num_experts].to(torch.int64)
     return Agreement(num_tokens=[row[8] for row in rows], counts=counts)
+
+
+def call_header(call: MoECall, phase: Phase) -> CallHeader:
+    """The header of a valid call."""
+    return CallHeader(
+        phase=phase,
+        top_k=call.top_k,
+        hidden=call.hidden,
+        intermediate=call.intermediate,
+        num_local_experts=call.num_local_experts,
+        needs_bits=call.needs.bits,
+        config_hash=zlib.crc32(call.config.text.encode()) & 0x7FFFFFFF,
+        num_tokens=call.num_tokens,
+        max_tokens=call.config.max_tokens_per_rank,
+    )
+
+
+def announce_refusal(group: dist.ProcessGroup | None, device: torch.device, reason: str) -> None:
+    """Tell the peers, in place of a forward, that this rank refuses its call: all ranks raise."""
+    agree(group, CallHeader(phase=Phase.FORWARD, refusal=reason), device)
 
 
 def _next_call_number(group: dist.ProcessGroup | None) -> int:

@@ -80,9 +80,9 @@ def mega_moe(
     needs = _needs(x, topk_weights, w1, w3, w2)
     if composite:
         return _apply_composite(x, topk_ids, topk_weights, w1, w3, w2, name, config, needs)
-    y = torch.ops.titan_megamoe.forward(
-        x, topk_ids, topk_weights, w1, w3, w2, name, config.text, needs.bits
-    )[0]
+    y = torch.ops.titan_megamoe.forward(x, topk_ids, topk_weights, w1, w3, w2, name, config.text, needs.bits)[
+        0
+    ]
     if config.debug and y.is_cuda and not torch.compiler.is_compiling():
         torch.cuda.synchronize(y.device)
     return y
@@ -101,9 +101,7 @@ def _is_composite(device_type: str, group: str, config: str) -> bool:
 
 
 def _backend(device_type: str, group: str, config: str) -> Backend:
-    name = resolve_backend(
-        torch.device(device_type), group_from_name(group), MegaMoEConfig.from_text(config)
-    )
+    name = resolve_backend(torch.device(device_type), group_from_name(group), MegaMoEConfig.from_text(config))
     return get_backend(name)
 
 
@@ -209,9 +207,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _backward_fake(
-    dy, x, topk_ids, topk_weights, w1, w3, w2, saved, group, config, needs
-):
+def _backward_fake(dy, x, topk_ids, topk_weights, w1, w3, w2, saved, group, config, needs):
     arguments = (x, topk_weights, w1, w3, w2)
     return [
         torch.empty(t.shape, dtype=t.dtype, device=t.device) if needed else dy.new_empty(0)
@@ -237,9 +233,7 @@ def _autograd_backward(ctx, d_outputs):
         dy, x, topk_ids, topk_weights, w1, w3, w2, saved, ctx.group, ctx.config, ctx.needs
     )
     needs = Needs.from_bits(ctx.needs)
-    dx, dweights, dw1, dw3, dw2 = (
-        g if needed else None for g, needed in zip(grads, needs, strict=True)
-    )
+    dx, dweights, dw1, dw3, dw2 = (g if needed else None for g, needed in zip(grads, needs, strict=True))
     return dx, None, dweights, dw1, dw3, dw2, None, None, None
 
 

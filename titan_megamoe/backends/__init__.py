@@ -49,9 +49,7 @@ def backend_table(
     return {name: unavailable_reason(name, device, group, config) for name in _MODULES}
 
 
-def resolve_backend(
-    device: torch.device, group: dist.ProcessGroup | None, config: MegaMoEConfig
-) -> str:
+def resolve_backend(device: torch.device, group: dist.ProcessGroup | None, config: MegaMoEConfig) -> str:
     """The name of the backend that runs such calls.
 
     An explicit name is taken or refused (UnsupportedError with the reason), never replaced. `auto` takes the
@@ -64,9 +62,7 @@ def resolve_backend(
 _resolved: dict[tuple[str, str, MegaMoEConfig], str] = {}
 
 
-def _resolve(
-    device_type: str, name: str, config: MegaMoEConfig, group: dist.ProcessGroup | None
-) -> str:
+def _resolve(device_type: str, name: str, config: MegaMoEConfig, group: dist.ProcessGroup | None) -> str:
     key = (device_type, name, config)
     if key not in _resolved:
         _resolved[key] = _choose(torch.device(device_type), group, config)

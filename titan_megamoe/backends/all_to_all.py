@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..agreement import MAX_EXPERTS, CallHeader, Phase, agree, config_hash
+from ..agreement import MAX_EXPERTS, Phase, agree, announce_refusal, call_header
 from ..config import MegaMoEConfig
 from ..errors import ConfigError
 from .base import ExplicitBackend, Gradients, MoECall
@@ -74,7 +74,7 @@ class AllToAllBackend(ExplicitBackend):
         layout = Layout(*rest)
         needs = call.needs
         if not call.x.is_cuda or call.config.debug:
-            agree(call.group, _header(call, Phase.BACKWARD), dy.device, timeout_s=call.config.timeout_s)
+            agree(call.group, call_header(call, Phase.BACKWARD), dy.device, timeout_s=call.config.timeout_s)
         dy_float = dy.float().unsqueeze(1)
         dweights = dx = dw1 = dw3 = dw2 = None
         if needs.topk_weights:
@@ -152,7 +152,7 @@ class AllToAllBackend(ExplicitBackend):
     def _plan(call: MoECall) -> Layout:
         phase = Phase.FORWARD if any(call.needs) else Phase.INFERENCE
         agreement = agree(
-            call.group, _header(call, phase), call.x.device, call.topk_ids, call.config.timeout_s
+            call.group, call_header(call, phase), call.x.device, call.topk_ids, call.config.timeout_s
         )
         counts_WE = agreement.counts
         num_local, first = call.num_local_experts, call.first_expert
@@ -183,33 +183,12 @@ class AllToAllBackend(ExplicitBackend):
         )
 
 
-def announce_refusal(group: dist.ProcessGroup, device: torch.device, reason: str) -> None:
-    """Tell the peers that this rank refuses its call, so that they raise instead of waiting."""
-    agree(group, CallHeader(phase=Phase.FORWARD, refusal=reason), device)
-
-
-def _header(call: MoECall, phase: Phase) -> CallHeader:
-    return CallHeader(
-        phase=phase,
-        top_k=call.top_k,
-        hidden=call.hidden,
-        intermediate=call.intermediate,
-        num_local_experts=call.num_local_experts,
-        needs_bits=call.needs.bits,
-        config_hash=config_hash(call.config.text),
-        num_tokens=call.num_tokens,
-        max_tokens=call.config.max_tokens_per_rank,
-    )
-
-
 def _live_weights(call: MoECall) -> Tensor:
     """(T, K) fp32 with 0 in dropped slots, whatever was there."""
     return call.topk_weights.masked_fill(call.topk_ids < 0, 0.0)
 
 
-def _exchange(
-    rows: Tensor, layout: Layout, group: dist.ProcessGroup | None, back: bool = False
-) -> Tensor:
+def _exchange(rows: Tensor, layout: Layout, group: dist.ProcessGroup | None, back: bool = False) -> Tensor:
     """All-to-all of rows: to the experts' ranks, or `back` to the tokens' ranks."""
     if group is None:
         return rows
