@@ -1,0 +1,102 @@
+"""The plan kernels, in Triton's interpreter on the CPU, against the plan written in plain Python."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+CASES = [
+    # world, rank, K, e, tokens per rank, routing
+    (1, 0, 2, 8, (64,), "uniform"),
+    (2, 0, 2, 4, (64, 64), "uniform"),
+    (2, 1, 3, 4, (37, 50), "dropped"),
+    (4, 2, 4, 2, (10, 0, 33, 7), "uniform"),
+    (2, 1, 1, 1, (100, 100), "one_expert"),
+    (2, 0, 2, 4, (0, 0), "uniform"),
+    (2, 1, 8, 4, (20, 20), "duplicates"),
+    (2, 0, 2, 4, (40, 40), "one_rank"),
+]
+
+CHILD = """
+import sys, torch
+sys.path[:0] = {path!r}
+from titan_megamoe.routing import PlanShape, RoutingPlan, plan_reference
+from titan_megamoe.backends.hopper.plan_kernels import build_plan
+
+def run(world, rank, top_k, e, tokens, routing, bad=False, bound=0):
+    g = torch.Generator().manual_seed(1)
+    E, t_max = world * e, max(max(tokens), 1)
+    ids, weights = [], []
+    for t in tokens:
+        i = torch.randint(0, E, (t, top_k), generator=g, dtype=torch.int32)
+        if routing == "dropped":
+            i[torch.rand(t, top_k, generator=g) < 0.4] = -1
+        if routing == "one_expert":
+            i[:] = E - 1
+        if routing == "duplicates":
+            i[:] = i[:, :1]
+        if routing == "one_rank":
+            i %= e
+        ids.append(i)
+        weights.append(torch.rand(t, top_k, generator=g))
+    if bad:
+        ids[1][3, 1] = -2
+    shape = PlanShape(world, rank, top_k, e, t_max, bound or max(2 * t_max * top_k, 1))
+    # One allocation stands for the symmetric buffers: rank r's lies `stride` words further.
+    stride = t_max * top_k + 5
+    pool_i = torch.full((world * stride,), 12345, dtype=torch.int32)
+    pool_w = torch.full((world * stride,), float("nan"))
+    for r in range(world):
+        pool_i[r * stride:][: ids[r].numel()] = ids[r].flatten()
+        pool_w[r * stride:][: ids[r].numel()] = weights[r].flatten()
+    delta = torch.tensor([(r - rank) * stride * 4 for r in range(world)])
+    plan = RoutingPlan.empty(shape, torch.device("cpu"))
+    plan.flat.fill_(-1)
+    plan.row_weight.zero_()
+    plan.tokens.copy_(torch.tensor(tokens, dtype=torch.int32))
+    state, report = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    state[0] = 17
+    build_plan(plan, pool_i[rank * stride:], pool_w[rank * stride:], delta, state, report, 33)
+    return plan, (plan_reference(ids, weights, shape) if not (bad or bound) else None), state, report
+
+"""
+
+MATCH = CHILD + """
+plan, want, state, report = run(*{case!r})
+for name in plan.shape.tables():
+    got, ref = getattr(plan, name), getattr(want, name)
+    assert torch.equal(got, ref), (name, got, ref)
+assert report.eq(0).all() and state[1] == 0
+"""
+
+REFUSE = CHILD + """
+plan, _, state, report = run(2, 0, 2, 4, (40, 40), "one_rank", {bad!r}, {bound!r})
+assert report[:6].tolist() == {report!r}, report
+assert state[1] == 1 and plan.ok == 0 and plan.num_tiles == 0 and plan.recv_count == 0
+assert plan.counts.eq(0).all() and plan.slot_row.eq(-1).all()
+"""
+
+
+def _run(script: str) -> None:
+    pytest.importorskip("triton")
+    env = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"W{c[0]}r{c[1]}-{c[5]}")
+def test_plan_kernels_differ_from_the_plan_in_plain_python(case):
+    _run(MATCH.format(path=sys.path, case=case))
+
+
+def test_an_id_out_of_range_is_not_reported_or_its_rows_survive():
+    _run(REFUSE.format(path=sys.path, bad=True, bound=0, report=[6, 33, 1, 8, 1, 17]))
+
+
+def test_passing_max_routed_rows_is_not_reported_or_drops_tokens():
+    _run(REFUSE.format(path=sys.path, bad=False, bound=100, report=[7, 33, 0, 100, 160, 17]))

@@ -1,0 +1,282 @@
+"""The routing plan on the device: counting sorts over all ranks' expert ids.
+
+    histogram → prefix sums over chunks → layout and padding → fill
+
+A chunk is CHUNK_TOKENS tokens of one source rank; chunks are numbered by (source in this rank's order, token).
+Four launches on one stream; every block works alone, so nothing can deadlock. The ids of peers are read through
+their symmetric buffers, which `symmetric.open_call` has found complete.
+
+A call is given up (`ok` = 0, no rows, no tiles) when an id is out of range or a rank passes max_routed_rows.
+Every rank reads the same ids, so all ranks give up alike.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...routing import RoutingPlan
+from . import status
+from .tiles import BLOCK_M
+
+CHUNK_TOKENS = 16
+BAD_ID = -2
+"""What `symmetric.publish` stores for an id outside [-1, E)."""
+
+
+@triton.jit
+def _load_chunk(ids_ptr, delta_ptr, tokens_ptr, chunk, chunks_per_rank, max_tokens,
+                WORLD: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+                CHUNK: tl.constexpr):  # fmt: skip
+    """(source, tokens of the chunk, live slots, ids): ids is (CHUNK, KP), -1 where not live."""
+    order = chunk // chunks_per_rank
+    source = (RANK + order) % WORLD
+    token = (chunk - order * chunks_per_rank) * CHUNK + tl.arange(0, CHUNK)
+    k = tl.arange(0, KP)
+    live = (token < tl.load(tokens_ptr + source))[:, None] & (k < K)[None, :]
+    start = tl.load(delta_ptr + source) // 4
+    ids = tl.load(ids_ptr + start + token[:, None] * K + k[None, :], mask=live, other=-1)
+    return source, token, live, ids
+
+
+@triton.jit
+def _lowest_local(ids, first, E_LOCAL: tl.constexpr):
+    """Lowest local expert of each token, E_LOCAL if it has none here."""
+    local = ids - first
+    local = tl.where((local >= 0) & (local < E_LOCAL), local, E_LOCAL)
+    return tl.min(local, axis=1)
+
+
+@triton.jit
+def _histogram_kernel(
+    ids_ptr, delta_ptr, tokens_ptr, hist_ptr, num_chunks, chunks_per_rank, max_tokens,
+    WORLD: tl.constexpr, WORLD_P: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr,
+    KP: tl.constexpr, E_LOCAL: tl.constexpr, E_P: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One chunk: columns of hist (2e + 2W, num_chunks): slots per local expert, received tokens per
+    lowest expert, slots per rank, bad ids per source."""
+    chunk = tl.program_id(0)
+    source, token, live, ids = _load_chunk(
+        ids_ptr, delta_ptr, tokens_ptr, chunk, chunks_per_rank, max_tokens,
+        WORLD, RANK, K, KP, CHUNK,
+    )  # fmt: skip
+    first: tl.constexpr = RANK * E_LOCAL
+    flat = tl.reshape(ids, [CHUNK * KP])
+    expert = tl.arange(0, E_P)
+    per_expert = tl.sum((flat[:, None] - first == expert[None, :]).to(tl.int32), axis=0)
+    tl.store(hist_ptr + expert * num_chunks + chunk, per_expert, mask=expert < E_LOCAL)
+    lowest = _lowest_local(ids, first, E_LOCAL)
+    if source == RANK:
+        lowest = tl.full([CHUNK], E_P, tl.int32)
+    per_lowest = tl.sum((lowest[:, None] == expert[None, :]).to(tl.int32), axis=0)
+    tl.store(hist_ptr + (E_LOCAL + expert) * num_chunks + chunk, per_lowest, mask=expert < E_LOCAL)
+    rank = tl.arange(0, WORLD_P)
+    owner = tl.where(flat >= 0, flat // E_LOCAL, -1)
+    per_rank = tl.sum((owner[:, None] == rank[None, :]).to(tl.int32), axis=0)
+    column = 2 * E_LOCAL + rank
+    tl.store(hist_ptr + column * num_chunks + chunk, per_rank, mask=rank < WORLD)
+    bad = tl.sum((flat < -1).to(tl.int32), axis=0)
+    tl.store(
+        hist_ptr + (column + WORLD) * num_chunks + chunk,
+        tl.where(rank == source, bad, 0),
+        mask=rank < WORLD,
+    )
+
+
+@triton.jit
+def _prefix_kernel(hist_ptr, total_ptr, num_chunks, BLOCK: tl.constexpr):
+    """One column: exclusive prefix sums over chunks, in place; its total."""
+    column = tl.program_id(0)
+    base = 0
+    start = 0
+    while start < num_chunks:
+        at = start + tl.arange(0, BLOCK)
+        mask = at < num_chunks
+        value = tl.load(hist_ptr + column * num_chunks + at, mask=mask, other=0)
+        inclusive = tl.cumsum(value, axis=0)
+        tl.store(hist_ptr + column * num_chunks + at, base + inclusive - value, mask=mask)
+        base += tl.sum(value, axis=0)
+        start += BLOCK
+    tl.store(total_ptr + column, base)
+
+
+@triton.jit
+def _report(report_ptr, code, signature, peer, expected, seen, call):
+    tl.store(report_ptr + 1, signature)
+    tl.store(report_ptr + 2, peer)
+    tl.store(report_ptr + 3, expected)
+    tl.store(report_ptr + 4, seen)
+    tl.store(report_ptr + 5, call)
+    tl.store(report_ptr, code)
+
+
+@triton.jit
+def _layout_kernel(
+    total_ptr, state_ptr, report_ptr, signature, max_routed_rows, max_tiles,
+    offs_ptr, counts_ptr, num_tiles_ptr, recv_count_ptr, ok_ptr, tile_expert_ptr,
+    row_source_ptr, row_slot_ptr, row_weight_ptr, base_ptr,
+    WORLD: tl.constexpr, WORLD_P: tl.constexpr, E_LOCAL: tl.constexpr, E_P: tl.constexpr,
+    BLOCK_M: tl.constexpr, CODE_BAD_ID: tl.constexpr, CODE_ROUTED_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Block t: tile t and its padding. Block 0 also: the tables per expert, the verdict, its report.
+
+    base (2e,): first pool row of each expert, first receive row of each lowest expert.
+    """
+    tile = tl.program_id(0)
+    expert = tl.arange(0, E_P)
+    known = expert < E_LOCAL
+    rank = tl.arange(0, WORLD_P)
+    ranks = rank < WORLD
+    routed = tl.load(total_ptr + 2 * E_LOCAL + rank, mask=ranks, other=0)
+    bad = tl.load(total_ptr + 2 * E_LOCAL + WORLD + rank, mask=ranks, other=0)
+    given_up = tl.load(state_ptr + 1)
+    ok = (given_up == 0) & (tl.max(bad, axis=0) == 0) & (tl.max(routed, axis=0) <= max_routed_rows)
+    count = tl.load(total_ptr + expert, mask=known, other=0)
+    count = tl.where(ok, count, 0)
+    tiles = (count + BLOCK_M - 1) // BLOCK_M
+    last = tl.cumsum(tiles, axis=0)
+    num_tiles = tl.sum(tiles, axis=0)
+    if tile == 0:
+        received = tl.load(total_ptr + E_LOCAL + expert, mask=known, other=0)
+        received = tl.where(ok, received, 0)
+        received_last = tl.cumsum(received, axis=0)
+        tl.store(offs_ptr + 1 + expert, last * BLOCK_M, mask=known)
+        tl.store(offs_ptr, 0)
+        tl.store(counts_ptr + expert, count, mask=known)
+        tl.store(base_ptr + expert, (last - tiles) * BLOCK_M, mask=known)
+        tl.store(base_ptr + E_LOCAL + expert, received_last - received, mask=known)
+        tl.store(num_tiles_ptr, num_tiles)
+        tl.store(recv_count_ptr, tl.sum(received, axis=0))
+        tl.store(ok_ptr, ok.to(tl.int32))
+        if (given_up == 0) & (ok == 0):
+            call = tl.load(state_ptr)
+            tl.store(state_ptr + 1, 1)
+            if tl.max(bad, axis=0) > 0:
+                peer = tl.argmax(bad, axis=0)
+                _report(report_ptr, CODE_BAD_ID, signature, peer, WORLD * E_LOCAL,
+                        tl.max(bad, axis=0), call)  # fmt: skip
+            else:
+                peer = tl.argmax(routed, axis=0)
+                _report(report_ptr, CODE_ROUTED_ROWS, signature, peer, max_routed_rows,
+                        tl.max(routed, axis=0), call)  # fmt: skip
+    if tile < num_tiles:
+        mine = tl.sum((last <= tile).to(tl.int32), axis=0)
+        tl.store(tile_expert_ptr + tile, mine)
+        start = tl.sum(tl.where(expert == mine, (last - tiles) * BLOCK_M, 0), axis=0)
+        end = start + tl.sum(tl.where(expert == mine, count, 0), axis=0)
+        row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        padding = row >= end
+        minus_one = tl.full([BLOCK_M], -1, tl.int32)
+        tl.store(row_source_ptr + row, minus_one, mask=padding)
+        tl.store(row_slot_ptr + row, minus_one, mask=padding)
+        tl.store(row_weight_ptr + row, tl.zeros([BLOCK_M], tl.float32), mask=padding)
+
+
+@triton.jit
+def _fill_kernel(
+    ids_ptr, weights_ptr, delta_ptr, tokens_ptr, hist_ptr, base_ptr, ok_ptr, num_chunks,
+    chunks_per_rank, max_tokens, row_source_ptr, row_slot_ptr, row_weight_ptr, slot_row_ptr,
+    recv_token_ptr, WORLD: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    E_LOCAL: tl.constexpr, E_P: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One chunk: the pool row of each of its slots, and all tables that follow from it."""
+    chunk = tl.program_id(0)
+    source, token, live, ids = _load_chunk(
+        ids_ptr, delta_ptr, tokens_ptr, chunk, chunks_per_rank, max_tokens,
+        WORLD, RANK, K, KP, CHUNK,
+    )  # fmt: skip
+    first: tl.constexpr = RANK * E_LOCAL
+    ok = tl.load(ok_ptr) != 0
+    expert = tl.arange(0, E_P)
+    known = expert < E_LOCAL
+    flat_token = source * max_tokens + token
+
+    # A received token's row: first row of its lowest expert + earlier chunks + earlier tokens here.
+    lowest = _lowest_local(ids, first, E_LOCAL)
+    hit = lowest[:, None] == expert[None, :]
+    before = tl.load(hist_ptr + (E_LOCAL + expert) * num_chunks + chunk, mask=known, other=0)
+    before += tl.load(base_ptr + E_LOCAL + expert, mask=known, other=0)
+    rank_here = tl.cumsum(hit.to(tl.int32), axis=0) - 1
+    position = tl.sum(tl.where(hit, before[None, :] + rank_here, 0), axis=1)
+    remote = source != RANK
+    tl.store(recv_token_ptr + position, flat_token, mask=(lowest < E_LOCAL) & remote & ok)
+
+    local = tl.reshape(ids - first, [CHUNK * KP])
+    hit = local[:, None] == expert[None, :]
+    before = tl.load(hist_ptr + expert * num_chunks + chunk, mask=known, other=0)
+    before += tl.load(base_ptr + expert, mask=known, other=0)
+    rank_here = tl.cumsum(hit.to(tl.int32), axis=0) - 1
+    row = tl.sum(tl.where(hit, before[None, :] + rank_here, 0), axis=1)
+    row = tl.reshape(row, [CHUNK, KP])
+    here = (ids >= first) & (ids < first + E_LOCAL) & ok
+    k = tl.arange(0, KP)
+    slot = flat_token[:, None] * K + k[None, :]
+    tl.store(slot_row_ptr + slot, tl.where(here, row, -1), mask=live)
+    tl.store(row_slot_ptr + row, slot, mask=here)
+    where_from = tl.where(remote, -2 - position, token)
+    tl.store(row_source_ptr + row, tl.broadcast_to(where_from[:, None], [CHUNK, KP]), mask=here)
+    start = tl.load(delta_ptr + source) // 4
+    weight = tl.load(weights_ptr + start + token[:, None] * K + k[None, :], mask=here)
+    tl.store(row_weight_ptr + row, weight, mask=here)
+
+
+def build_plan(
+    plan: RoutingPlan,
+    ids: Tensor,
+    weights: Tensor,
+    delta: Tensor,
+    state: Tensor,
+    report: Tensor,
+    signature: int,
+) -> None:
+    """Fill `plan` on the current stream; plan.tokens is already there.
+
+    Args:
+        ids: this rank's published ids (T_max, K) int32; peers' lie at the same place of their buffers.
+        weights: this rank's published weights (T_max, K) fp32.
+        delta: (W,) int64, bytes from this rank's symmetric buffer to each rank's.
+        state: this rank's device state, see `symmetric`.
+        report: (status.WORDS,) int32, where a fault is reported.
+        signature: of the call, for the report.
+    """
+    shape = plan.shape
+    per_rank = triton.cdiv(max(shape.max_tokens, 1), CHUNK_TOKENS)
+    num_chunks = per_rank * shape.world
+    e, world = shape.num_local_experts, shape.world
+    columns = 2 * e + 2 * world
+    scratch = torch.empty(
+        columns * num_chunks + columns + 2 * e, dtype=torch.int32, device=plan.flat.device
+    )
+    hist = scratch[: columns * num_chunks]
+    total = scratch[columns * num_chunks : columns * num_chunks + columns]
+    base = scratch[columns * num_chunks + columns :]
+    sizes = dict(
+        WORLD=world,
+        RANK=shape.rank,
+        K=shape.top_k,
+        KP=triton.next_power_of_2(shape.top_k),
+        E_LOCAL=e,
+        E_P=max(triton.next_power_of_2(e), 2),
+        CHUNK=CHUNK_TOKENS,
+    )
+    warps = 8 if sizes["E_P"] >= 64 else 4
+    _histogram_kernel[(num_chunks,)](
+        ids, delta, plan.tokens, hist, num_chunks, per_rank, shape.max_tokens,
+        WORLD_P=max(triton.next_power_of_2(world), 2), num_warps=warps, **sizes,
+    )  # fmt: skip
+    _prefix_kernel[(columns,)](hist, total, num_chunks, BLOCK=1024, num_warps=4)
+    _layout_kernel[(shape.max_tiles,)](
+        total, state, report, signature, shape.max_routed_rows, shape.max_tiles,
+        plan.offs, plan.counts, plan.num_tiles, plan.recv_count, plan.ok, plan.tile_expert,
+        plan.row_source, plan.row_slot, plan.row_weight, base,
+        WORLD=world, WORLD_P=max(triton.next_power_of_2(world), 2), E_LOCAL=e, E_P=sizes["E_P"],
+        BLOCK_M=BLOCK_M, CODE_BAD_ID=status.BAD_ID, CODE_ROUTED_ROWS=status.ROUTED_ROWS,
+        num_warps=4,
+    )  # fmt: skip
+    _fill_kernel[(num_chunks,)](
+        ids, weights, delta, plan.tokens, hist, base, plan.ok, num_chunks, per_rank,
+        shape.max_tokens, plan.row_source, plan.row_slot, plan.row_weight, plan.slot_row,
+        plan.recv_token, num_warps=warps, **sizes,
+    )  # fmt: skip

@@ -1,0 +1,184 @@
+"""The routing plan of one call: where every routed row of this rank comes from and goes to.
+
+Every rank reads all ranks' expert ids and computes the whole plan for its own experts by counting sorts
+(histogram, prefix sum, fill): no atomics, so two runs give the same tables. `plan_reference` says the same in
+plain PyTorch; the kernels are tested against it.
+
+Order of the rows of an expert: source rank (this rank first, then rank + 1, … modulo W), token, slot.
+Order of the receive buffer: the lowest local expert that a token needs, then source rank and token as above; a
+token is received once, however many local experts it needs.
+
+Letters: T tokens of a rank (bound T_max), K top-k, E experts, e local experts, W ranks, R routed rows of this
+rank (bound R_max), P pool rows (see backends/hopper/tiles.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .backends.hopper.tiles import BLOCK_M, PoolTiles, max_tiles, pool_rows
+
+_ALIGN = 4  # int32 words: every table starts on 16 bytes
+
+
+@dataclass(frozen=True)
+class PlanShape:
+    """Sizes of a plan's tables, known on the host."""
+
+    world: int
+    rank: int
+    top_k: int
+    num_local_experts: int
+    max_tokens: int
+    max_routed_rows: int
+
+    @property
+    def pool_rows(self) -> int:
+        """P."""
+        return pool_rows(self.max_routed_rows, self.num_local_experts)
+
+    @property
+    def max_tiles(self) -> int:
+        return max_tiles(self.max_routed_rows, self.num_local_experts)
+
+    @property
+    def recv_rows(self) -> int:
+        """Rows of the receive buffer: every token of every peer, once."""
+        return (self.world - 1) * self.max_tokens
+
+    @property
+    def num_experts(self) -> int:
+        return self.world * self.num_local_experts
+
+    def tables(self) -> dict[str, int]:
+        """Length of each table in 4-byte words, in the order of memory."""
+        return {
+            "offs": self.num_local_experts + 1,
+            "counts": self.num_local_experts,
+            "num_tiles": 1,
+            "recv_count": 1,
+            "ok": 1,
+            "tokens": self.world,
+            "tile_expert": self.max_tiles,
+            "row_source": self.pool_rows,
+            "row_slot": self.pool_rows,
+            "row_weight": self.pool_rows,
+            "slot_row": self.world * self.max_tokens * self.top_k,
+            "recv_token": max(self.recv_rows, 1),
+        }
+
+    @property
+    def words(self) -> int:
+        """Length of the flat tensor that holds all tables."""
+        return sum(-(-n // _ALIGN) * _ALIGN for n in self.tables().values())
+
+
+@dataclass(frozen=True)
+class RoutingPlan:
+    """All tables, int32 unless said otherwise, as views of one flat tensor (`flat`, saved for backward).
+
+    Attributes:
+        shape: the sizes.
+        flat: (words,) everything below.
+        offs: (e + 1,) first pool row of each expert, multiples of BLOCK_M.
+        counts: (e,) rows of each expert.
+        num_tiles: (1,) tiles of BLOCK_M rows in use.
+        recv_count: (1,) tokens received from peers.
+        ok: (1,) 1, or 0 when the call was given up: then all counts are 0.
+        tokens: (W,) T of each rank.
+        tile_expert: (max_tiles,) expert of each tile.
+        row_source: (P,) for each pool row: t ≥ 0, a token of this rank; -2 - j, row j of the receive buffer;
+            -1, padding.
+        row_slot: (P,) (source · T_max + t) · K + k of each pool row; -1 for padding.
+        row_weight: (P,) fp32, top-k weight of each pool row; 0 for padding.
+        slot_row: (W · T_max · K,) pool row of slot (source · T_max + t) · K + k, or -1: not of this rank. Defined
+            for t < tokens[source].
+        recv_token: (recv_rows,) source · T_max + t of each row of the receive buffer.
+    """
+
+    shape: PlanShape
+    flat: Tensor
+    offs: Tensor
+    counts: Tensor
+    num_tiles: Tensor
+    recv_count: Tensor
+    ok: Tensor
+    tokens: Tensor
+    tile_expert: Tensor
+    row_source: Tensor
+    row_slot: Tensor
+    row_weight: Tensor
+    slot_row: Tensor
+    recv_token: Tensor
+
+    @staticmethod
+    def over(flat: Tensor, shape: PlanShape) -> RoutingPlan:
+        """The plan whose tables lie in `flat` (words,) int32."""
+        views, start = {}, 0
+        for name, length in shape.tables().items():
+            views[name] = flat[start : start + length]
+            start += -(-length // _ALIGN) * _ALIGN
+        views["row_weight"] = views["row_weight"].view(torch.float32)
+        return RoutingPlan(shape=shape, flat=flat, **views)
+
+    @staticmethod
+    def empty(shape: PlanShape, device: torch.device) -> RoutingPlan:
+        return RoutingPlan.over(torch.empty(shape.words, dtype=torch.int32, device=device), shape)
+
+    @property
+    def tiles(self) -> PoolTiles:
+        return PoolTiles(self.offs, self.counts, self.tile_expert, self.num_tiles)
+
+
+def plan_reference(
+    ids: Sequence[Tensor], weights: Sequence[Tensor], shape: PlanShape
+) -> RoutingPlan:
+    """The plan in plain Python, from every rank's ids (T, K) and weights (T, K) on the CPU.
+
+    Undefined entries are filled with -1 (0 for weights). Raises ValueError when R_max is passed.
+    """
+    e, first = shape.num_local_experts, shape.rank * shape.num_local_experts
+    sources = [(shape.rank + i) % shape.world for i in range(shape.world)]
+    rows: list[list[tuple[int, int, int]]] = [[] for _ in range(e)]
+    needs: list[tuple[int, int, int, int]] = []  # lowest expert, order of source, source, token
+    for order, source in enumerate(sources):
+        for t, row in enumerate(ids[source].tolist()):
+            local = [(i - first, k) for k, i in enumerate(row) if first <= i < first + e]
+            for expert, k in local:
+                rows[expert].append((source, t, k))
+            if local and source != shape.rank:
+                needs.append((min(i for i, _ in local), order, source, t))
+    total = sum(map(len, rows))
+    if total > shape.max_routed_rows:
+        raise ValueError(f"{total} routed rows, above max_routed_rows = {shape.max_routed_rows}.")
+    needs.sort()
+    plan = RoutingPlan.empty(shape, torch.device("cpu"))
+    plan.flat.fill_(-1)
+    plan.row_weight.fill_(0)
+    plan.recv_count.fill_(len(needs))
+    plan.ok.fill_(1)
+    plan.tokens.copy_(torch.tensor([len(i) for i in ids], dtype=torch.int32))
+    position = {}
+    for j, (_, _, source, t) in enumerate(needs):
+        position[source, t] = j
+        plan.recv_token[j] = source * shape.max_tokens + t
+    start = 0
+    for expert, members in enumerate(rows):
+        plan.offs[expert] = start
+        plan.counts[expert] = len(members)
+        for i, (source, t, k) in enumerate(members):
+            slot = (source * shape.max_tokens + t) * shape.top_k + k
+            plan.row_source[start + i] = t if source == shape.rank else -2 - position[source, t]
+            plan.row_slot[start + i] = slot
+            plan.row_weight[start + i] = weights[source][t, k]
+            plan.slot_row[slot] = start + i
+        used = -(-len(members) // BLOCK_M)
+        plan.tile_expert[start // BLOCK_M : start // BLOCK_M + used] = expert
+        start += used * BLOCK_M
+    plan.offs[e] = start
+    plan.num_tiles.fill_(start // BLOCK_M)
+    return plan
