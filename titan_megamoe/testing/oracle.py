@@ -133,7 +133,7 @@ def stock_bf16(
         h_RI = F.silu(_bf16_mm(x_RH, w1[expert].t())) * _bf16_mm(x_RH, w3[expert].t())
         out.append(_bf16_mm(h_RI, w2[expert].t()))
     rows = torch.zeros(tokens * top_k, x.shape[1], dtype=torch.bfloat16, device=x.device)
-    rows = rows.index_copy(0, order, torch.cat(out)).reshape(tokens, top_k, -1)
+    rows = rows.index_copy(0, order, torch.cat(out)).reshape(tokens, top_k, x.shape[1])
     y = torch.bmm(weights.unsqueeze(1), rows.float()).squeeze(1).to(torch.bfloat16)
     if dy_TH is None:
         return OracleResult(y)

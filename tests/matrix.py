@@ -1,0 +1,26 @@
+"""What runs where: the one list of (backend, precision, device) that every op test is parametrised over."""
+
+from __future__ import annotations
+
+import pytest
+
+from titan_megamoe import MegaMoEConfig
+
+GPU = [pytest.mark.gpu]
+
+IMPLEMENTATIONS = [
+    pytest.param(MegaMoEConfig(backend=backend, precision=precision), device, id=f"{backend}-{precision}-{device}",
+                 marks=GPU if device == "cuda" else [])
+    for device in ("cpu", "cuda")
+    for backend, precision in (
+        ("reference", "bf16"),
+        ("reference", "fp8"),
+        ("reference", "fp8_bwd"),
+        ("all_to_all", "bf16"),
+        ("fused", "bf16"),
+    )
+    if not (backend == "fused" and device == "cpu")
+]  # fmt: skip
+
+BF16 = [p for p in IMPLEMENTATIONS if p.values[0].precision == "bf16"]
+"""Those whose limit is stock bf16's error."""
