@@ -1,0 +1,88 @@
+"""Compile the kernels that a call would launch, for sm_90, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler and cuobjdump say of one kernel."""
+
+    name: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    wgmma: int
+    asm: dict[str, Any]
+
+
+def _signature(value: Any) -> str:
+    if isinstance(value, TensorDescriptor):
+        block = ", ".join(str(size) for size in value.block_shape)
+        return f"tensordesc<{NAMES[value.base.dtype]}[{block}]>"
+    if isinstance(value, Tensor):
+        return "*" + NAMES[value.dtype]
+    assert isinstance(value, int)
+    return "i32"
+
+
+def _compile(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
+    options = {key: kwargs.pop(key) for key in OPTIONS if key in kwargs}
+    constants = {p.name: kwargs[p.name] for p in kernel.params if p.is_constexpr}
+    values = dict(zip((p.name for p in kernel.params if not p.is_constexpr), args, strict=True))
+    signature = {n: "constexpr" if n in constants else _signature(values[n]) for n in kernel.arg_names}
+    attrs = {
+        (i,): [["tt.divisibility", 16]]
+        for i, n in enumerate(kernel.arg_names)
+        if isinstance(values.get(n), (Tensor, int))
+    }
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attrs)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    cubin = Path(triton.knobs.cache.dir) / f"{built.hash}.cubin"
+    cubin.parent.mkdir(parents=True, exist_ok=True)
+    cubin.write_bytes(built.asm["cubin"])
+    report = subprocess.run(
+        [cuobjdump, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True
+    ).stdout
+    cubin.unlink()
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", report)
+    assert usage, report
+    return Compiled(
+        kernel.fn.__name__,
+        int(usage[1]),
+        int(usage[2]),
+        built.metadata.shared,
+        built.asm["ptx"].count("wgmma.mma_async"),
+        built.asm,
+    )
+
+
+def compile_launches(call: Callable[[], Any]) -> list[Compiled]:
+    """Run `call` with every Triton launch replaced by a compilation for sm_90."""
+    found: list[Compiled] = []
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        found.append(_compile(self, args, kwargs))
+
+    with mock.patch.object(JITFunction, "run", run):
+        call()
+    return found

@@ -1,0 +1,148 @@
+"""What the expert GEMM kernels share: launch shape, descriptors, checks, tile helpers.
+
+Rows lie in the pool that `tiles` describes. A row-tiled GEMM maps pool row r to output row r alone, so
+padding only ever makes padding; the weight gradients contract over rows and let the TMA unit read zeros past
+an expert's count.
+
+Counts are read on the device only: a launch never waits for the host.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ...errors import ConfigError
+from .tiles import BLOCK_M, PoolTiles
+
+ELEMENTS_16B = 8
+"""bf16 elements in 16 bytes, the unit in which the TMA unit addresses rows."""
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """How one GEMM kernel is tiled.
+
+    Attributes:
+        block_n: columns of an output tile (its rows are always BLOCK_M).
+        block_k: depth of one pipeline step.
+        warps: warps of a program; a multiple of 4.
+        stages: depth of the load pipeline.
+        subtiles: pieces in which the epilogue handles a tile's columns; more pieces need fewer registers.
+        programs_per_sm: persistent programs that share an SM.
+    """
+
+    block_n: int = 256
+    block_k: int = 64
+    warps: int = 8
+    stages: int = 3
+    subtiles: int = 2
+    programs_per_sm: int = 1
+
+
+@functools.lru_cache
+def _sm_count(device: torch.device) -> int:
+    if device.type != "cuda":  # the interpreter: any number of programs is right
+        return 3
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def grid_size(device: torch.device, config: GemmConfig, reserved_sms: int) -> int:
+    """Programs of a persistent launch on `device` that leaves `reserved_sms` SMs to others."""
+    sms = _sm_count(device)
+    if not 0 <= reserved_sms < sms:
+        raise ConfigError(
+            f"reserved_sms is {reserved_sms}, but the device has {sms} SMs; "
+            f"set reserved_sms between 0 and {sms - 1}"
+        )
+    return (sms - reserved_sms) * config.programs_per_sm
+
+
+def check_matrix(name: str, x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Raise ConfigError unless `x` is a contiguous `dtype` tensor of `shape` that TMA can address."""
+    if tuple(x.shape) != tuple(shape) or x.dtype != dtype:
+        raise ConfigError(
+            f"{name} is {x.dtype} {tuple(x.shape)}, but {dtype} {tuple(shape)} is needed; "
+            "check the order of the arguments"
+        )
+    if not x.is_contiguous() or x.data_ptr() % 16:
+        raise ConfigError(
+            f"{name} has strides {tuple(x.stride())} at address {x.data_ptr():#x}, but the kernels need it "
+            "contiguous and 16-byte aligned; pass a contiguous copy"
+        )
+
+
+def check_dims(hidden: int, intermediate: int) -> None:
+    """Raise ConfigError unless rows of H and of I bf16 elements are whole 16-byte units."""
+    for name, size in (("hidden (H)", hidden), ("intermediate (I)", intermediate)):
+        if size <= 0 or size % ELEMENTS_16B:
+            raise ConfigError(
+                f"{name} is {size}, but the fused GEMMs need a positive multiple of {ELEMENTS_16B}; "
+                "pad the model's dimension or use another backend"
+            )
+
+
+def check_pool(tiles: PoolTiles, rows: int, experts: int) -> None:
+    """Raise ConfigError unless the tables describe `experts` experts in a pool of at least `rows` rows."""
+    if rows <= 0 or rows % BLOCK_M:
+        raise ConfigError(
+            f"the row pool has {rows} rows, but a positive multiple of {BLOCK_M} is needed; "
+            "size it with tiles.pool_rows"
+        )
+    if tiles.pool_rows < rows:
+        raise ConfigError(
+            f"the pool has {rows} rows, but its tile table covers {tiles.pool_rows}; "
+            "make both from the same bound"
+        )
+    for name, table, shape in (
+        ("offs", tiles.offs, (experts + 1,)),
+        ("counts", tiles.counts, (experts,)),
+        ("tile_expert", tiles.tile_expert, (tiles.max_tiles,)),
+        ("num_tiles", tiles.num_tiles, (1,)),
+    ):
+        if table.dtype != torch.int32 or tuple(table.shape) != shape:
+            raise ConfigError(
+                f"{name} is {table.dtype} {tuple(table.shape)}, but torch.int32 {shape} is needed: "
+                "the tables must belong to these weights"
+            )
+
+
+def block_descriptor(x: Tensor, block: Sequence[int]) -> TensorDescriptor:
+    """TMA descriptor of a contiguous tensor; elements past any of its bounds read as zero."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
+
+
+def output_or_new(out: Tensor | None, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
+    """`out` after a check, or a new tensor of `shape` with the dtype and device of `like`."""
+    if out is None:
+        return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+    check_matrix(name, out, shape, like.dtype)
+    return out
+
+
+@triton.jit
+def split_columns(x, BM: tl.constexpr, BN: tl.constexpr):
+    """The left and the right half of the columns of x (BM, BN)."""
+    return tl.split(x.reshape(BM, 2, BN // 2).permute(0, 2, 1))
+
+
+@triton.jit
+def column_piece(x, PIECE: tl.constexpr, PIECES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Columns [PIECE, PIECE + 1) · BN / PIECES of x (BM, BN); PIECES is a power of two up to 8."""
+    tl.static_assert(PIECES == 1 or PIECES == 2 or PIECES == 4 or PIECES == 8)
+    if PIECES == 1:
+        return x
+    else:
+        HALF: tl.constexpr = PIECES // 2
+        left, right = split_columns(x, BM, BN)
+        if PIECE < HALF:
+            return column_piece(left, PIECE, HALF, BM, BN // 2)
+        else:
+            return column_piece(right, PIECE - HALF, HALF, BM, BN // 2)
