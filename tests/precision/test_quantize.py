@@ -224,9 +224,7 @@ def test_fp64_dequantization_is_rounded_to_fp32(name):
 
 
 @every_format
-@pytest.mark.parametrize(
-    "x", [torch.ones(2, 3, 4), torch.ones(4, 4, dtype=torch.float16), torch.ones(8)]
-)
+@pytest.mark.parametrize("x", [torch.ones(2, 3, 4), torch.ones(4, 4, dtype=torch.float16), torch.ones(8)])
 def test_wrong_input_is_quantized_anyway(name, x):
     with pytest.raises(ConfigError, match="bf16 or fp32 matrix"):
         FORMATS[name][0](x)

@@ -111,7 +111,7 @@ class Recipe:
         if name is RecipeName.MXFP8:
             raise UnsupportedError(
                 "precision 'mxfp8' (1×32 blocks, power-of-two scales) runs on the block-scaled "
-                "tensor cores of Blackwell and is not written yet; choose precision 'fp8' or 'bf16'."
+                "tensor cores of Blackwell and is not there yet; choose precision 'fp8' or 'bf16'."
             )
         if name is RecipeName.BF16 and wgrad_precision == "fp8":
             raise ConfigError(
