@@ -212,8 +212,8 @@ def _check(rows: list[list[int]], rank: int) -> None:
             )
         if row[9] and row[8] > row[9]:
             raise BoundError(
-                f"rank {peer} has {row[8]} tokens but max_tokens_per_rank is {row[9]}; raise the bound (0 = none) "
-                f"or pass fewer tokens. No token was sent."
+                f"rank {peer} has {row[8]} tokens but max_tokens_per_rank is {row[9]}; raise the bound "
+                f"(0 = none) or pass fewer tokens. No token was sent."
             )
 
 

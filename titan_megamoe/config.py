@@ -54,21 +54,21 @@ class MegaMoEConfig:
     text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for field, allowed in (
+        for name, allowed in (
             ("backend", BACKENDS),
             ("precision", PRECISIONS),
             ("wgrad_precision", WGRAD_PRECISIONS),
         ):
-            value = getattr(self, field)
+            value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(
-                    f"MegaMoEConfig.{field} is {value!r}; it must be one of {', '.join(allowed)}."
+                    f"MegaMoEConfig.{name} is {value!r}; it must be one of {', '.join(allowed)}."
                 )
-        for field in ("max_tokens_per_rank", "max_routed_rows", "comm_sms", "reserved_sms"):
-            value = getattr(self, field)
+        for name in ("max_tokens_per_rank", "max_routed_rows", "comm_sms", "reserved_sms"):
+            value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(
-                    f"MegaMoEConfig.{field} is {value!r}; it must be a whole number ≥ 0 (0 = default)."
+                    f"MegaMoEConfig.{name} is {value!r}; it must be a whole number ≥ 0 (0 = default)."
                 )
         if not self.timeout_s > 0:
             raise ConfigError(f"MegaMoEConfig.timeout_s is {self.timeout_s!r}; it must be > 0 seconds.")

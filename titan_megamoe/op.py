@@ -1,6 +1,6 @@
 """`mega_moe`: the public op, and the two custom ops behind it.
 
-    mega_moe ── check arguments ── choose backend ─┬─ CompositeBackend.apply          (autograd's own backward)
+    mega_moe ── check arguments ── choose backend ─┬─ CompositeBackend.apply        (autograd's own backward)
                                                   └─ titan_megamoe::forward  ── ExplicitBackend.forward
                                                      titan_megamoe::backward ── ExplicitBackend.backward
 

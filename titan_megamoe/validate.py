@@ -69,7 +69,8 @@ def check_arguments(
     for name in ("w3", "w2"):
         if tensors[name].dtype != w1.dtype:
             raise ConfigError(
-                f"{name} is {tensors[name].dtype} but w1 is {w1.dtype}; expert weights share one dtype."
+                f"{name} is {_name(tensors[name].dtype)} but w1 is {_name(w1.dtype)}; expert weights "
+                "share one dtype."
             )
     for name, tensor in tensors.items():
         if tensor.device != x.device:
@@ -96,6 +97,9 @@ def _check_rank(tensor: Tensor, name: str, ndim: int, shape: str) -> None:
 
 def _check_dtype(tensor: Tensor, name: str, allowed: tuple[torch.dtype, ...], hint: str = "") -> None:
     if tensor.dtype not in allowed:
-        names = " or ".join(str(d).removeprefix("torch.") for d in allowed)
-        found = str(tensor.dtype).removeprefix("torch.")
-        raise ConfigError(f"{name} is {found}; it must be {names}.{hint}")
+        names = " or ".join(map(_name, allowed))
+        raise ConfigError(f"{name} is {_name(tensor.dtype)}; it must be {names}.{hint}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -219,9 +219,7 @@ def assert_within(
         errors: from `compare`.
         limits: one limit for all, or one for each name (for example from `stock_bf16_error`).
     """
-    bounds = {
-        name: factor * (limits[name] if isinstance(limits, Mapping) else limits) for name in errors
-    }
+    bounds = {name: factor * (limits[name] if isinstance(limits, Mapping) else limits) for name in errors}
     # `not ≤` and not `>`: a NaN fails.
     if any(not errors[name] <= bounds[name] for name in errors):
         lines = [

@@ -102,7 +102,8 @@ def _ids(problem: Problem, generator: torch.Generator) -> Tensor:
 
 def device_of(rank: int) -> torch.device:
     """The device of this worker: its GPU under NCCL, else the CPU."""
-    return torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
+    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", rank) if on_gpu else torch.device("cpu")
 
 
 def ep_group(world: int) -> dist.ProcessGroup | None:
