@@ -9,8 +9,12 @@ from titan_megamoe import MegaMoEConfig
 GPU = [pytest.mark.gpu]
 
 IMPLEMENTATIONS = [
-    pytest.param(MegaMoEConfig(backend=backend, precision=precision), device, id=f"{backend}-{precision}-{device}",
-                 marks=GPU if device == "cuda" else [])
+    pytest.param(
+        MegaMoEConfig(backend=backend, precision=precision),
+        device,
+        id=f"{backend}-{precision}-{device}",
+        marks=GPU if device == "cuda" else [],
+    )
     for device in ("cpu", "cuda")
     for backend, precision in (
         ("reference", "bf16"),

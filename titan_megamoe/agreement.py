@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .backends.base import MoECall
-from .errors import AgreementError, BoundError, ConfigError
+from .errors import AgreementError, BoundError, ConfigError, UnsupportedError
 from .group import group_rank, group_size
 
 MAX_EXPERTS = 2048
@@ -77,6 +77,11 @@ def agree(
 
     Synchronises the host with `device` once. Raises AgreementError, BoundError or ConfigError.
     """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "this call reads token counts on the host, so it cannot be captured in a CUDA graph; use backend "
+            "'fused', or run it outside the capture."
+        )
     world, rank = group_size(group), group_rank(group)
     number = _next_call_number(group)
     num_experts = header.num_local_experts * world

@@ -13,7 +13,7 @@ def group_name(group: dist.ProcessGroup | None) -> str:
 
 def group_from_name(name: str) -> dist.ProcessGroup | None:
     """The process group of that name; None for ""."""
-    return None if not name else distributed_c10d._resolve_process_group(name)
+    return None if not name else distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:

@@ -75,7 +75,7 @@ def _choose(device: torch.device, group: dist.ProcessGroup | None, config: MegaM
         if reason is not None:
             raise UnsupportedError(f"backend {config.backend!r} cannot run here: {reason}")
         return config.backend
-    passed_over = []
+    passed_over: list[str] = []
     for candidate in _MODULES:
         reason = unavailable_reason(candidate, device, group, config)
         if reason is None:

@@ -85,16 +85,16 @@ class ReferenceBackend(ExplicitBackend):
                 needs_w3=needs.w3,
                 needs_w2=needs.w2,
             )
-            if dx is not None:
+            if dx is not None and grads.dx_RH is not None:
                 dx.index_add_(0, token, grads.dx_RH)
-            if dweights is not None:
+            if dweights is not None and grads.dweight_R is not None:
                 dweights[token, slot] = grads.dweight_R
             for total, grad in (
                 (dw1, grads.dw1_IH),
                 (dw3, grads.dw3_IH),
                 (dw2, grads.dw2_HI),
             ):
-                if total is not None:
+                if total is not None and grad is not None:
                     total[e] = grad
         if dx is not None:
             dx = _sum_over_ranks(dx, ranks, call).to(call.x.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -138,7 +139,7 @@ def run_rank(rank: int, problem: Problem, config: MegaMoEConfig) -> dict[str, Te
 
 def assemble(results: list[dict[str, Tensor | None]]) -> OracleResult:
     """One result of all ranks: tokens and experts concatenated in rank order."""
-    joined = {}
+    joined: dict[str, Any] = {}
     for name in results[0]:
         parts = [r[name] for r in results]
         missing = [p is None for p in parts]

@@ -68,8 +68,7 @@ class RankPool:
                 ranks = sorted(waiting.values())
                 self.close()
                 raise TimeoutError(f"ranks {ranks} of {self.world} did not answer within {limit:g} s")
-            for pipe in ready:
-                assert isinstance(pipe, multiprocessing.connection.Connection)
+            for pipe in [p for p in self._pipes if p in ready]:
                 rank = waiting.pop(pipe)
                 try:
                     answers[rank] = pipe.recv()
