@@ -62,6 +62,7 @@ class PlanShape:
             "num_tiles": 1,
             "recv_count": 1,
             "ok": 1,
+            "call": 1,
             "tokens": self.world,
             "tile_expert": self.max_tiles,
             "row_source": self.pool_rows,
@@ -89,6 +90,7 @@ class RoutingPlan:
         num_tiles: (1,) tiles of BLOCK_M rows in use.
         recv_count: (1,) tokens received from peers.
         ok: (1,) 1, or 0 when the call was given up: then all counts are 0.
+        call: (1,) number of the forward call, the same on all ranks.
         tokens: (W,) T of each rank.
         tile_expert: (max_tiles,) expert of each tile.
         row_source: (P,) for each pool row: t ≥ 0, a token of this rank; -2 - j, row j of the receive buffer;
@@ -107,6 +109,7 @@ class RoutingPlan:
     num_tiles: Tensor
     recv_count: Tensor
     ok: Tensor
+    call: Tensor
     tokens: Tensor
     tile_expert: Tensor
     row_source: Tensor
@@ -134,9 +137,7 @@ class RoutingPlan:
         return PoolTiles(self.offs, self.counts, self.tile_expert, self.num_tiles)
 
 
-def plan_reference(
-    ids: Sequence[Tensor], weights: Sequence[Tensor], shape: PlanShape
-) -> RoutingPlan:
+def plan_reference(ids: Sequence[Tensor], weights: Sequence[Tensor], shape: PlanShape) -> RoutingPlan:
     """The plan in plain Python, from every rank's ids (T, K) and weights (T, K) on the CPU.
 
     Undefined entries are filled with -1 (0 for weights). Raises ValueError when R_max is passed.

@@ -23,19 +23,26 @@ move a gather above its wait.
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ...routing import RoutingPlan
+from .gemm_common import _sm_count as sm_count
+from .gemm_common import block_descriptor
 from .tiles import BLOCK_M
+
+if TYPE_CHECKING:
+    from ...workspace import Workspace
 
 BLOCK_N = 128
 BLOCK_K = 64
 CHUNK_ROWS = 16
 """Tokens per chunk of the receive buffer: the unit of readiness."""
 MAX_COMM_BLOCKS = 32
+DEFAULT_COMM_SMS = 24
 
 # Tokens that all communication blocks fetch while a GEMM block computes one tile: 300 GB/s
 # against 5.4 TFLOP/s per SM. Both sides scale with H, so this does not depend on the shape.
@@ -73,12 +80,11 @@ def _block_barrier(value):
 
 @triton.jit
 def _fetch_chunks(
-    block, recv_ptr, sym_x_ptr, delta_ptr, recv_token_ptr, recv_count, progress_ptr, max_tokens, H,
-    COMM_BLOCKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_H: tl.constexpr,
+    block, recv_ptr, sym_x_ptr, delta_ptr, recv_token_ptr, recv_count, progress_ptr, max_tokens,
+    H: tl.constexpr, COMM_BLOCKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Copy chunks block, block + COMM_BLOCKS, … of the receive buffer from the peers."""
     rows = tl.arange(0, CHUNK)
-    cols = tl.arange(0, BLOCK_H)
     done = 0
     for chunk in tl.range(block, tl.cdiv(recv_count, CHUNK), COMM_BLOCKS, num_stages=1):
         j = chunk * CHUNK + rows
@@ -86,12 +92,13 @@ def _fetch_chunks(
         flat = tl.load(recv_token_ptr + j, mask=live, other=0)
         source = flat // max_tokens
         token = flat - source * max_tokens
-        start = tl.load(delta_ptr + source, mask=live, other=0) + token.to(tl.int64) * H
-        start = tl.multiple_of(start, [16])
+        start = tl.load(delta_ptr + source, mask=live, other=0) // 2 + token.to(tl.int64) * H
+        start = tl.multiple_of(start, [8])
         for h in tl.range(0, H, BLOCK_H, num_stages=1):
-            mask = live[:, None] & (h + cols < H)[None, :]
-            data = tl.load(sym_x_ptr + start[:, None] + (h + cols)[None, :], mask=mask)
-            tl.store(recv_ptr + j.to(tl.int64)[:, None] * H + (h + cols)[None, :], data, mask=mask)
+            col = h + tl.arange(0, BLOCK_H)
+            mask = live[:, None] & (col < H)[None, :]
+            data = tl.load(sym_x_ptr + start[:, None] + col[None, :], mask=mask)
+            tl.store(recv_ptr + j.to(tl.int64)[:, None] * H + col[None, :], data, mask=mask)
         done += 1
         tl.debug_barrier()
         tl.atomic_xchg(progress_ptr + block, done, sem="release", scope="gpu")
@@ -99,16 +106,18 @@ def _fetch_chunks(
 
 @triton.jit
 def _dispatch_gemm1_kernel(
-    x_ptr, recv_ptr, sym_x_ptr, delta_ptr, w1_desc, w3_desc, h_desc, gate_desc, up_desc,
+    x_ptr, recv_ptr, sym_x_ptr, delta_ptr, w1_desc, w3_desc, h_desc, gate_up_desc,
     row_source_ptr, row_weight_ptr, tile_expert_ptr, num_tiles_ptr, recv_token_ptr, recv_count_ptr,
-    progress_ptr, max_tokens, H, I, rows_per_round,
-    NUM_BLOCKS: tl.constexpr, COMM_BLOCKS: tl.constexpr, MAX_COMM: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SAVE_GATE_UP: tl.constexpr,
+    progress_ptr, max_tokens, pool_rows, rows_per_round,
+    H: tl.constexpr, I: tl.constexpr, NUM_BLOCKS: tl.constexpr, COMM_BLOCKS: tl.constexpr,
+    MAX_COMM: tl.constexpr, CHUNK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    SAVE_GATE_UP: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     gemm_blocks: tl.constexpr = NUM_BLOCKS - COMM_BLOCKS
-    tiles_n = tl.cdiv(I, BLOCK_N)
+    tiles_n: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
+    steps: tl.constexpr = (H + BLOCK_K - 1) // BLOCK_K
     total = tl.load(num_tiles_ptr) * tiles_n
     first_rounds = 0
     if COMM_BLOCKS > 0:
@@ -120,18 +129,19 @@ def _dispatch_gemm1_kernel(
                 max_tokens, H, COMM_BLOCKS, CHUNK, BLOCK_H,
             )  # fmt: skip
 
+    # The block's i-th tile is early_start + i·gemm_blocks for i < early, late_start + i·NUM_BLOCKS after.
     early = tl.where(block >= COMM_BLOCKS, first_rounds, 0)
-    late = tl.maximum(total - first_rounds * gemm_blocks - block + NUM_BLOCKS - 1, 0) // NUM_BLOCKS
+    rest = total - first_rounds * gemm_blocks
+    late = tl.maximum(rest - block + NUM_BLOCKS - 1, 0) // NUM_BLOCKS
     late_start = first_rounds * gemm_blocks + block - early * NUM_BLOCKS
 
     rows_m = tl.arange(0, BLOCK_M)
     comm = tl.arange(0, MAX_COMM)
-    steps = tl.cdiv(H, BLOCK_K)
     step = -1
     ordinal = -1
     row0 = 0
     col0 = 0
-    weight_row = 0
+    expert = 0
     source = tl.zeros([BLOCK_M], dtype=tl.int32)
     acc_gate = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     acc_up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
@@ -147,10 +157,10 @@ def _dispatch_gemm1_kernel(
             tile_m = tile // tiles_n
             col0 = (tile - tile_m * tiles_n) * BLOCK_N
             row0 = tile_m * BLOCK_M
-            weight_row = tl.load(tile_expert_ptr + tile_m) * I + col0
+            expert = tl.load(tile_expert_ptr + tile_m)
             source = tl.load(row_source_ptr + row0 + rows_m)
             if COMM_BLOCKS > 0:
-                # Remote rows are coded as -2 - position; chunks [0, needed) must have arrived.
+                # Row j of the receive buffer is coded -2 - j; chunks [0, needed) must have arrived.
                 needed = (tl.max(-2 - source, axis=0) + CHUNK) // CHUNK
                 share = tl.where(
                     comm < COMM_BLOCKS, (needed - comm + COMM_BLOCKS - 1) // COMM_BLOCKS, 0
@@ -164,17 +174,72 @@ def _dispatch_gemm1_kernel(
             x_ptr + source.to(tl.int64) * H,
             recv_ptr + (-2 - source).to(tl.int64) * H,
         )
-        a = tl.load(row_ptr[:, None] + k[None, :], mask=(source != -1)[:, None], other=0.0)
-        b_gate = w1_desc.load([weight_row, step * BLOCK_K])
-        b_up = w3_desc.load([weight_row, step * BLOCK_K])
-        acc_gate = tl.dot(a, b_gate.T, acc_gate)
-        acc_up = tl.dot(a, b_up.T, acc_up)
+        mask = (source != -1)[:, None]
+        if H % BLOCK_K != 0:
+            mask = mask & (k < H)[None, :]
+        a = tl.load(row_ptr[:, None] + k[None, :], mask=mask, other=0.0)
+        w1 = w1_desc.load([expert, col0, step * BLOCK_K]).reshape(BLOCK_N, BLOCK_K)
+        w3 = w3_desc.load([expert, col0, step * BLOCK_K]).reshape(BLOCK_N, BLOCK_K)
+        acc_gate = tl.dot(a, w1.T, acc_gate)
+        acc_up = tl.dot(a, w3.T, acc_up)
         if step == steps - 1:
             weight = tl.load(row_weight_ptr + row0 + rows_m)
             h = acc_gate / (1.0 + tl.exp(-acc_gate)) * acc_up * weight[:, None]
             h_desc.store([row0, col0], h.to(tl.bfloat16))
             if SAVE_GATE_UP:
-                gate_desc.store([row0, col0], acc_gate.to(tl.bfloat16))
-                up_desc.store([row0, col0], acc_up.to(tl.bfloat16))
+                gate_up_desc.store([row0, col0], acc_gate.to(tl.bfloat16))
+                gate_up_desc.store([pool_rows + row0, col0], acc_up.to(tl.bfloat16))
             acc_gate = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
             acc_up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+
+
+def dispatch_gemm1(
+    plan: RoutingPlan,
+    workspace: Workspace,
+    x_TH: Tensor,
+    w1: Tensor,
+    w3: Tensor,
+    *,
+    save: bool,
+    reserved_sms: int = 0,
+    comm_sms: int = 0,
+    stages: int = 3,
+    rows_per_round: int = ROWS_PER_ROUND,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """h' of all routed rows, on the current stream.
+
+    Args:
+        plan: the call's plan.
+        workspace: the group's workspace; the peers' tokens are published in it.
+        x_TH: (T, H) bf16.
+        w1, w3: (e, I, H) bf16.
+        save: also write the pre-activations that the backward needs.
+        reserved_sms: SMs left to other streams.
+        comm_sms: blocks that begin with communication; 0: DEFAULT_COMM_SMS.
+        stages: depth of the load pipeline.
+        rows_per_round: see ROWS_PER_ROUND.
+
+    Returns:
+        h' (P, I) bf16; (2, P, I) bf16 gate and up, or None; the receive buffer (recv_rows, H) bf16.
+    """
+    shape = plan.shape
+    experts, intermediate, hidden = w1.shape
+    blocks = sm_count(x_TH.device) - reserved_sms
+    comm = 0 if shape.world == 1 else min(comm_sms or DEFAULT_COMM_SMS, MAX_COMM_BLOCKS, blocks // 2)
+    recv = x_TH.new_empty(max(shape.recv_rows, 1), hidden)
+    h = x_TH.new_empty(shape.pool_rows, intermediate)
+    gate_up = x_TH.new_empty(2, shape.pool_rows, intermediate) if save else None
+    h_desc = block_descriptor(h, (BLOCK_M, BLOCK_N))
+    block_h = min(triton.next_power_of_2(hidden), 2048)
+    _dispatch_gemm1_kernel[(blocks,)](
+        x_TH if x_TH.numel() else recv, recv, workspace.x, workspace.delta,
+        block_descriptor(w1, (1, BLOCK_N, BLOCK_K)), block_descriptor(w3, (1, BLOCK_N, BLOCK_K)),
+        h_desc,
+        h_desc if gate_up is None else block_descriptor(gate_up.view(-1, intermediate), (BLOCK_M, BLOCK_N)),
+        plan.row_source, plan.row_weight, plan.tile_expert, plan.num_tiles, plan.recv_token,
+        plan.recv_count, workspace.progress, shape.max_tokens, shape.pool_rows, rows_per_round,
+        H=hidden, I=intermediate, NUM_BLOCKS=blocks, COMM_BLOCKS=comm, MAX_COMM=MAX_COMM_BLOCKS,
+        CHUNK=CHUNK_ROWS, BLOCK_H=block_h, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+        STAGES=stages, SAVE_GATE_UP=save, num_warps=8, num_stages=stages,
+    )  # fmt: skip
+    return h, gate_up, recv

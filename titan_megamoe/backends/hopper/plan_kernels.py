@@ -104,12 +104,15 @@ def _prefix_kernel(hist_ptr, total_ptr, num_chunks, BLOCK: tl.constexpr):
 
 @triton.jit
 def _report(report_ptr, code, signature, peer, expected, seen, call):
-    tl.store(report_ptr + 1, signature)
-    tl.store(report_ptr + 2, peer)
-    tl.store(report_ptr + 3, expected)
-    tl.store(report_ptr + 4, seen)
-    tl.store(report_ptr + 5, call)
-    tl.store(report_ptr, code)
+    """Report a fault to the host, unless it has not yet read an earlier one."""
+    if tl.load(report_ptr, volatile=True) == 0:
+        tl.store(report_ptr + 1, signature)
+        tl.store(report_ptr + 2, peer)
+        tl.store(report_ptr + 3, expected)
+        tl.store(report_ptr + 4, seen)
+        tl.store(report_ptr + 5, call)
+        tl.debug_barrier()
+        tl.store(report_ptr, code)
 
 
 @triton.jit

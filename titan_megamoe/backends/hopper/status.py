@@ -22,7 +22,7 @@ SIGNATURE = 4
 PEER_GAVE_UP = 5
 BAD_ID = 6
 ROUTED_ROWS = 7
-REFUSED = 8
+OTHER_FORWARD = 8
 
 GENERATION_BITS = 20
 """A call number is generation · 2^20 + running number; a failed call starts a new generation."""
@@ -74,6 +74,11 @@ def error_from(words: Tensor, rank: int, timeout_s: float, max_routed_rows: int)
         return AgreementError(
             f"{where}: rank {peer} gave up or refused this call; its own error says why. Outputs of "
             f"this call are invalid; the next call starts clean."
+        )
+    if code == OTHER_FORWARD:
+        return AgreementError(
+            f"{where}: rank {peer} is in the backward of forward call {describe(seen)}, this rank in "
+            f"that of forward call {describe(expected)}. {same} Outputs of this call are invalid."
         )
     if code == BAD_ID:
         return ConfigError(

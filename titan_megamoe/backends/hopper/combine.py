@@ -1,0 +1,246 @@
+"""Combine: bring every token's rows back to its rank and add them up.
+
+    out[t] = Σ over ranks p of bf16( Σ_k rows_p[slot_row_p[t, k]] )        own rank's part in fp32
+
+An expert rank adds its rows of a token in fp32, in the order of the slots, and sends one bf16 partial sum; the
+token's rank adds its own part and the partial sums of rank + 1, rank + 2, … in that order. In a backward the
+gradients of the top-k weights go with them: each slot's value exists on one rank only.
+
+Grid: first one block per (chunk of COMBINE_TOKENS tokens, peer): add, write into the peer's symmetric
+buffer, release the peer's flag of (this rank, chunk) at scope sys. Then one block per own chunk: acquire every
+peer's flag of the chunk, add, write out. Chunk 0 is always sent and awaited, also by a rank without tokens, so
+no rank leaves a call before all others are past their last read from it.
+
+No deadlock: sending blocks never wait and come first in the order of scheduling; a receiving block waits only for
+peers' sending blocks, or gives up at the timeout, at a peer's notice, or when another block has given up.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...routing import RoutingPlan
+from . import status
+from .layout import COMBINE_TOKENS
+from .plan_kernels import _report
+from .symmetric import _GENERATION_BITS, _MAIL, globaltimer, tell_given_up
+
+
+
+@triton.jit
+def _sum_rows(rows_ptr, slot_row_ptr, slot, live, col, H, K: tl.constexpr, BLOCK_T: tl.constexpr,
+              BLOCK_H: tl.constexpr):  # fmt: skip
+    """Σ_k rows[slot_row[slot + k]] of BLOCK_T tokens, fp32; k without a row here adds nothing."""
+    acc = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
+    for k in tl.static_range(K):
+        r = tl.load(slot_row_ptr + slot + k, mask=live, other=-1)
+        mask = (r >= 0)[:, None] & (col < H)[None, :]
+        at = r.to(tl.int64)[:, None] * H + col[None, :]
+        acc += tl.load(rows_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    return acc
+
+
+@triton.jit
+def _weight_gradient(part_ptr, num_parts, pool_rows, row, mask):
+    """Σ over parts of part[i, row], fp32, in the order of the parts."""
+    value = tl.zeros(row.shape, tl.float32)
+    for part in tl.range(0, num_parts, num_stages=1):
+        value += tl.load(part_ptr + part * tl.cast(pool_rows, tl.int64) + row, mask=mask, other=0.0)
+    return value
+
+
+@triton.jit
+def _await_flag(flag_ptr, notice_ptr, state_ptr, call, begin, timeout_ns, TIMEOUT: tl.constexpr,
+                AHEAD: tl.constexpr, GAVE_UP: tl.constexpr):  # fmt: skip
+    """Wait until *flag is `call`: (0, call), or (why not, what was seen last); -1: this rank gave up."""
+    code = 0
+    seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+    while (seen < call) & (code == 0):
+        if tl.load(state_ptr + 1, volatile=True) != 0:
+            code = -1
+        elif tl.load(notice_ptr, volatile=True) > (call >> _GENERATION_BITS):
+            code = GAVE_UP
+        elif globaltimer() - begin > timeout_ns:
+            code = TIMEOUT
+        if code == 0:
+            seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+    if seen > call:
+        code = AHEAD
+    return code, seen
+
+
+@triton.jit
+def _combine_kernel(
+    rows_ptr, slot_row_ptr, tokens_ptr, ok_ptr, ids_ptr, out_ptr, part_ptr, dweight_ptr,
+    sym_partial_ptr, sym_dweight_ptr, flags_ptr, mail_ptr, delta_ptr, state_ptr, report_ptr,
+    num_tokens, max_tokens, H, num_parts, pool_rows, signature, timeout_ns,
+    WORLD: tl.constexpr, WORLD_P: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr,
+    KP: tl.constexpr, E_LOCAL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_DWEIGHT: tl.constexpr,
+    TIMEOUT: tl.constexpr, AHEAD: tl.constexpr, GAVE_UP: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    num_chunks = tl.cdiv(max_tokens, CHUNK)
+    sending = num_chunks * (WORLD - 1)
+    ok = tl.load(ok_ptr) != 0
+    call = tl.load(state_ptr)
+    given_up = tl.load(state_ptr + 1, volatile=True) != 0
+    token_in = tl.arange(0, BLOCK_T)
+    k_range = tl.arange(0, KP)
+
+    if block < sending:
+        chunk = block // (WORLD - 1)
+        peer = (RANK + 1 + block - chunk * (WORLD - 1)) % WORLD
+        theirs = tl.load(tokens_ptr + peer)
+        if ((chunk * CHUNK < theirs) | (chunk == 0)) & ok & (given_up == 0):
+            start = tl.load(delta_ptr + peer)
+            slot_of_peer = (RANK - peer + WORLD - 1) % WORLD  # my place among the peer's peers
+            partial = sym_partial_ptr + tl.multiple_of(start // 2, 16)
+            partial += slot_of_peer.to(tl.int64) * max_tokens * H
+            for first in tl.static_range(0, CHUNK, BLOCK_T):
+                token = chunk * CHUNK + first + token_in
+                live = token < theirs
+                slot = (peer * max_tokens + token) * K
+                if HAS_ROWS:
+                    any_row = tl.full([BLOCK_T], -1, tl.int32)
+                    for k in tl.static_range(K):
+                        any_row = tl.maximum(
+                            any_row, tl.load(slot_row_ptr + slot + k, mask=live, other=-1)
+                        )
+                    for h in tl.range(0, H, BLOCK_H, num_stages=1):
+                        col = h + tl.arange(0, BLOCK_H)
+                        acc = _sum_rows(
+                            rows_ptr, slot_row_ptr, slot, live, col, H, K, BLOCK_T, BLOCK_H
+                        )
+                        mask_h = (any_row >= 0)[:, None] & (col < H)[None, :]
+                        at_h = token.to(tl.int64)[:, None] * H + col[None, :]
+                        tl.store(partial + at_h, acc.to(tl.bfloat16), mask=mask_h)
+                if HAS_DWEIGHT:
+                    mask = live[:, None] & (k_range < K)[None, :]
+                    row = tl.load(slot_row_ptr + slot[:, None] + k_range[None, :], mask=mask, other=-1)
+                    mask = mask & (row >= 0)
+                    value = _weight_gradient(part_ptr, num_parts, pool_rows, row, mask)
+                    at = token[:, None] * K + k_range[None, :]
+                    tl.store(sym_dweight_ptr + start // 4 + at, value, mask=mask)
+            tl.debug_barrier()
+            flag = flags_ptr + start // 4 + RANK * num_chunks + chunk
+            tl.atomic_xchg(flag, call, sem="release", scope="sys")
+    else:
+        chunk = block - sending
+        if (chunk * CHUNK < num_tokens) | (chunk == 0):
+            ready = ok & (given_up == 0)
+            if WORLD > 1:
+                if ready:
+                    begin = globaltimer()
+                    code = 0
+                    peer = RANK
+                    seen = call
+                    for i in tl.static_range(1, WORLD):
+                        if code == 0:
+                            peer = (RANK + i) % WORLD
+                            code, seen = _await_flag(
+                                flags_ptr + peer * num_chunks + chunk,
+                                mail_ptr + peer * _MAIL + 4,
+                                state_ptr, call, begin, timeout_ns, TIMEOUT, AHEAD, GAVE_UP,
+                            )  # fmt: skip
+                    tl.debug_barrier()
+                    ready = code == 0
+                    if code > 0:
+                        if tl.atomic_cas(state_ptr + 1, 0, 1) == 0:
+                            tl.store(state_ptr + 2, seen >> _GENERATION_BITS)
+                            tell_given_up(
+                                mail_ptr, delta_ptr, call >> _GENERATION_BITS, WORLD, WORLD_P, RANK
+                            )
+                            _report(report_ptr, code, signature, peer, call, seen, call)
+            bad = tl.where(ready, 0.0, float("nan"))
+            for first in tl.static_range(0, CHUNK, BLOCK_T):
+                token = chunk * CHUNK + first + token_in
+                live = token < num_tokens
+                slot = (RANK * max_tokens + token) * K
+                slot_mask = live[:, None] & (k_range < K)[None, :]
+                if WORLD > 1:
+                    ids = tl.load(
+                        ids_ptr + token[:, None] * K + k_range[None, :], mask=slot_mask, other=-1
+                    ).to(tl.int32)
+                    owner = tl.where(ids >= 0, ids // E_LOCAL, -1)
+                if HAS_ROWS:
+                    for h in tl.range(0, H, BLOCK_H, num_stages=1):
+                        col = h + tl.arange(0, BLOCK_H)
+                        acc = _sum_rows(
+                            rows_ptr, slot_row_ptr, slot, live & ready, col, H, K, BLOCK_T, BLOCK_H
+                        )
+                        at_h = token.to(tl.int64)[:, None] * H + col[None, :]
+                        mask_h = live[:, None] & (col < H)[None, :]
+                        for i in tl.static_range(1, WORLD):
+                            has = tl.max((owner == (RANK + i) % WORLD).to(tl.int32), axis=1) != 0
+                            place = (i - 1) * tl.cast(max_tokens, tl.int64) * H
+                            part = tl.load(
+                                sym_partial_ptr + place + at_h,
+                                mask=mask_h & (has & ready)[:, None],
+                                other=0.0,
+                            )
+                            acc += part.to(tl.float32)
+                        tl.store(out_ptr + at_h, (acc + bad).to(tl.bfloat16), mask=mask_h)
+                if HAS_DWEIGHT:
+                    row = tl.load(
+                        slot_row_ptr + slot[:, None] + k_range[None, :],
+                        mask=slot_mask & ready,
+                        other=-1,
+                    )
+                    value = _weight_gradient(
+                        part_ptr, num_parts, pool_rows, row, slot_mask & (row >= 0)
+                    )
+                    at = token[:, None] * K + k_range[None, :]
+                    if WORLD > 1:
+                        remote = slot_mask & (owner >= 0) & (owner != RANK) & ready
+                        value += tl.load(sym_dweight_ptr + at, mask=remote, other=0.0)
+                    tl.store(dweight_ptr + at, value + bad, mask=slot_mask)
+
+
+def combine(
+    plan: RoutingPlan,
+    workspace,
+    ids: Tensor,
+    signature: int,
+    timeout_s: float,
+    *,
+    rows: Tensor | None = None,
+    out: Tensor | None = None,
+    dweight_parts: Tensor | None = None,
+    dweight: Tensor | None = None,
+) -> None:
+    """Close a call on the current stream; every rank of the group calls it, also with nothing to add.
+
+    Args:
+        plan: the call's plan.
+        workspace: the group's `Workspace`.
+        ids: (T, K) this rank's expert ids.
+        rows: (P, H) bf16 pool rows to add up, or None.
+        out: (T, H) bf16, with `rows`; NaN if the call was given up.
+        dweight_parts: (parts, P) fp32, summed over parts into the gradient of each row's top-k weight.
+        dweight: (T, K) fp32, with `dweight_parts`; 0 in dropped slots.
+    """
+    shape = plan.shape
+    num_chunks = max(triton.cdiv(shape.max_tokens, COMBINE_TOKENS), 1)
+    num_tokens, top_k = ids.shape
+    own = max(triton.cdiv(num_tokens, COMBINE_TOKENS), 1)
+    hidden = 16 if rows is None else rows.shape[1]
+    dummy = plan.flat
+    parts = 1 if dweight_parts is None else dweight_parts.shape[0]
+    block_h = min(triton.next_power_of_2(hidden), 1024)
+    _combine_kernel[(num_chunks * (shape.world - 1) + own,)](
+        dummy if rows is None else rows, plan.slot_row, plan.tokens, plan.ok, ids,
+        dummy if out is None else out, dummy if dweight_parts is None else dweight_parts,
+        dummy if dweight is None else dweight, workspace.partial, workspace.dweight,
+        workspace.flags, workspace.mail, workspace.delta, workspace.state, workspace.report,
+        num_tokens, shape.max_tokens, hidden, parts, shape.pool_rows, signature,
+        int(min(timeout_s, 1e9) * 1e9), WORLD=shape.world,
+        WORLD_P=max(triton.next_power_of_2(shape.world), 2), RANK=shape.rank, K=top_k,
+        KP=triton.next_power_of_2(top_k), E_LOCAL=shape.num_local_experts, CHUNK=COMBINE_TOKENS,
+        BLOCK_T=4, BLOCK_H=block_h, HAS_ROWS=rows is not None,
+        HAS_DWEIGHT=dweight is not None, TIMEOUT=status.TIMEOUT_COMBINE,
+        AHEAD=status.PEER_AHEAD, GAVE_UP=status.PEER_GAVE_UP, num_warps=4,
+    )  # fmt: skip

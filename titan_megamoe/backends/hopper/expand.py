@@ -1,0 +1,79 @@
+"""Expand tokens into the pool: pool[slot_row[token, k]] = row of the token, for every local slot.
+
+Used by the backward: for dy, whose remote rows are read from the peers' symmetric buffers, and for x, whose
+remote rows were kept in the forward's receive buffer. A remote row crosses NVLink once.
+
+Grid: blocks of BLOCK_T tokens, alternately remote ones (in the order of the receive buffer) and local ones, so
+that NVLink and HBM are busy together. Blocks wait for nothing. Padding rows of the pool are left undefined.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...routing import RoutingPlan
+
+
+@triton.jit
+def _expand_kernel(
+    local_ptr, remote_ptr, delta_ptr, pool_ptr, slot_row_ptr, recv_token_ptr, recv_count_ptr,
+    num_tokens, max_tokens, H, local_blocks, remote_blocks,
+    RANK: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+    FROM_PEERS: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    both = tl.minimum(local_blocks, remote_blocks)
+    paired = block < 2 * both
+    is_remote = tl.where(paired, block % 2 == 0, local_blocks < remote_blocks)
+    index = tl.where(paired, block // 2, block - both)
+    at = index * BLOCK_T + tl.arange(0, BLOCK_T)
+    live = at < tl.where(is_remote, tl.load(recv_count_ptr), num_tokens)
+    flat = tl.load(recv_token_ptr + at, mask=live & is_remote, other=0)
+    start = at.to(tl.int64) * H
+    if FROM_PEERS:
+        source = flat // max_tokens
+        away = tl.load(delta_ptr + source, mask=live & is_remote, other=0) // 2
+        away += (flat - source * max_tokens).to(tl.int64) * H
+        start = tl.where(is_remote, away, start)
+    start = tl.multiple_of(start, [8])
+    flat = tl.where(is_remote, flat, RANK * max_tokens + at)
+    base = tl.where(is_remote, remote_ptr, local_ptr)
+    if tl.max(live.to(tl.int32), axis=0) != 0:
+        for h in tl.range(0, H, BLOCK_H, num_stages=1):
+            col = h + tl.arange(0, BLOCK_H)
+            mask = live[:, None] & (col < H)[None, :]
+            data = tl.load(base + start[:, None] + col[None, :], mask=mask)
+            for k in tl.static_range(K):
+                row = tl.load(slot_row_ptr + flat * K + k, mask=live, other=-1)
+                target = pool_ptr + row.to(tl.int64)[:, None] * H + col[None, :]
+                tl.store(target, data, mask=mask & (row >= 0)[:, None])
+
+
+def expand(
+    plan: RoutingPlan,
+    local: Tensor,
+    remote: Tensor,
+    delta: Tensor,
+    *,
+    from_peers: bool,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Pool (P, H) bf16 from `local` (T, H) and `remote`: the receive buffer, or, with `from_peers`, this
+    rank's symmetric buffer, whose likes on the peers lie `delta` (W,) bytes away."""
+    shape = plan.shape
+    num_tokens, hidden = local.shape
+    pool = local.new_empty(shape.pool_rows, hidden) if out is None else out
+    block_h = min(triton.next_power_of_2(hidden), 1024)
+    block_t = 4
+    local_blocks = triton.cdiv(num_tokens, block_t)
+    remote_blocks = triton.cdiv(shape.recv_rows, block_t)
+    if local_blocks + remote_blocks:
+        _expand_kernel[(local_blocks + remote_blocks,)](
+            local, remote, delta, pool, plan.slot_row, plan.recv_token, plan.recv_count,
+            num_tokens, shape.max_tokens, hidden, local_blocks, remote_blocks, RANK=shape.rank,
+            K=shape.top_k, BLOCK_T=block_t, BLOCK_H=block_h, FROM_PEERS=from_peers, num_warps=4,
+        )  # fmt: skip
+    return pool

@@ -1,0 +1,246 @@
+"""Symmetric memory of the fused backend: one workspace per (expert-parallel group, geometry).
+
+All layers share it; it is allocated at the first call, printed, and freed when the group goes. A rank's part:
+
+    mail      (W, 16) int32            announcements of calls, row r written by rank r
+    flags     (W, chunks) int32        partial sums complete, row r written by rank r
+    ids       (T_max, K) int32         published routing
+    weights   (T_max, K) fp32
+    dweight   (T_max, K) fp32          gradients of top-k weights, written by the experts' ranks
+    x         (T_max, H) bf16          published tokens, or their gradients in a backward
+    partial   (W - 1, T_max, H) bf16   partial sums, one slab per peer, rank + 1 first (modulo W)
+
+Peers reach a part of rank r at this rank's address plus delta[r] bytes. With W = 1 nothing is shared, and x and
+partial do not exist. NVLink multicast is not used.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .agreement import CallHeader, Phase, agree
+from .backends.hopper.layout import COMBINE_TOKENS, MAIL_WORDS, PROGRESS_AT, STATE_WORDS
+from .backends.hopper.status import WORDS, error_from
+from .errors import BoundError, UnsupportedError
+from .group import group_name, group_rank, group_size
+
+logger = logging.getLogger("titan_megamoe")
+
+_ALIGN = 256  # bytes
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What a workspace's size depends on; the same on every rank of the group."""
+
+    world: int
+    max_tokens: int  # T_max
+    top_k: int  # K
+    hidden: int  # H
+
+    def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every part, in the order of memory."""
+        shared = int(self.world > 1)
+        chunks = max(-(-self.max_tokens // COMBINE_TOKENS), 1)
+        slots = (self.max_tokens, self.top_k)
+        return {
+            "mail": ((self.world, MAIL_WORDS), torch.int32),
+            "flags": ((self.world, chunks), torch.int32),
+            "ids": (slots, torch.int32),
+            "weights": (slots, torch.float32),
+            "dweight": (slots, torch.float32),
+            "x": ((self.max_tokens * shared, self.hidden), torch.bfloat16),
+            "partial": ((self.world - 1, self.max_tokens, self.hidden), torch.bfloat16),
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one rank's part."""
+        return sum(_part_bytes(*part) for part in self.parts().values())
+
+
+def _part_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    size = dtype.itemsize
+    for n in shape:
+        size *= n
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def workspace_bytes(*, world: int, max_tokens_per_rank: int, top_k: int, hidden: int) -> int:
+    """Bytes of symmetric memory per rank that all fused layers of this geometry share."""
+    return Geometry(world, max_tokens_per_rank, top_k, hidden).num_bytes
+
+
+class Workspace:
+    """One rank's part, its views, and what ties it to the peers' parts.
+
+    Attributes:
+        geometry: the sizes.
+        mail, flags, ids, weights, dweight, x, partial: views, see the module's head.
+        delta: (W,) int64, bytes from this rank's part to each rank's.
+        state: (STATE_WORDS,) int32 device words; progress: those of the communication blocks.
+        report: (WORDS,) int32 in pinned host memory, where kernels report a fault.
+    """
+
+    mail: Tensor
+    flags: Tensor
+    ids: Tensor
+    weights: Tensor
+    dweight: Tensor
+    x: Tensor
+    partial: Tensor
+
+    def __init__(self, group: dist.ProcessGroup | None, geometry: Geometry, device: torch.device) -> None:
+        self.geometry = geometry
+        self.rank = group_rank(group)
+        size = geometry.num_bytes
+        if geometry.world == 1:
+            self.memory = torch.zeros(size, dtype=torch.uint8, device=device)
+            deltas = [0]
+        else:
+            self.memory, deltas = _symmetric(group, size, device)
+        start = 0
+        for name, (shape, dtype) in geometry.parts().items():
+            length = _part_bytes(shape, dtype)
+            view = self.memory[start : start + length].view(dtype)
+            wanted = 1
+            for n in shape:
+                wanted *= n
+            # A part of size 0 still needs an address for the kernels' arguments.
+            setattr(self, name, view[:wanted].view(shape) if wanted else self.memory.view(dtype)[:8])
+            start += length
+        self.delta = torch.tensor(deltas, dtype=torch.int64, device=device)
+        self.state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
+        self.progress = self.state[PROGRESS_AT:]
+        self.report = torch.zeros(WORDS, dtype=torch.int32, pin_memory=True)
+        # Zeroed memory must be in place on every rank before a peer announces its first call.
+        torch.cuda.synchronize(device)
+        if geometry.world > 1:
+            agree(group, _header(geometry), device)
+        logger.info(
+            "mega_moe: workspace of %.1f MiB per rank for %d tokens × H %d, top-%d, %d ranks",
+            size / 2**20, geometry.max_tokens, geometry.hidden, geometry.top_k, geometry.world,
+        )  # fmt: skip
+
+    def raise_reported(self, timeout_s: float, max_routed_rows: int) -> None:
+        """Raise the fault that an earlier call reported, once. Reads pinned memory, no synchronisation."""
+        if self.report[0].item():
+            words = self.report.clone()
+            self.report.zero_()
+            raise error_from(words, self.rank, timeout_s, max_routed_rows)
+
+    def refuse(self) -> None:
+        """Tell the peers that this rank refuses the call they are about to make."""
+        from .backends.hopper.symmetric import refuse_call
+
+        refuse_call(
+            self.mail, self.delta, self.state, world=self.geometry.world, rank=self.rank
+        )
+
+
+def _symmetric(group: dist.ProcessGroup | None, size: int, device: torch.device) -> tuple[Tensor, list[int]]:
+    import torch.distributed._symmetric_memory as symmetric
+
+    assert group is not None
+    rank = group.rank()
+    memory = symmetric.empty(size, dtype=torch.uint8, device=device)
+    handle = symmetric.rendezvous(memory, group.group_name)
+    pointers = [int(p) for p in handle.buffer_ptrs]
+    missing = [r for r, p in enumerate(pointers) if not p]
+    if missing:
+        raise UnsupportedError(
+            f"rank {rank} has no NVLink path to rank(s) {missing} of the expert-parallel group; backend "
+            f"'fused' needs all its ranks in one NVLink domain. Use backend 'all_to_all' or 'deepep'."
+        )
+    memory.zero_()
+    deltas = [p - pointers[rank] for p in pointers]
+    if any(d % 16 for d in deltas):
+        raise UnsupportedError(f"symmetric buffers are not 16-byte aligned to each other: {deltas}.")
+    return memory, deltas
+
+
+def _header(geometry: Geometry) -> CallHeader:
+    return CallHeader(
+        phase=Phase.FORWARD,
+        top_k=geometry.top_k,
+        hidden=geometry.hidden,
+        num_tokens=geometry.max_tokens,
+    )
+
+
+_workspaces: dict[str, dict[tuple[int, int, int], Workspace]] = {}
+_last_used: dict[str, Workspace] = {}
+
+
+def get_workspace(
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    *,
+    num_tokens: int,
+    max_tokens: int,
+    top_k: int,
+    hidden: int,
+) -> Workspace:
+    """The workspace for such calls; the first call of a geometry creates it, a collective over the group.
+
+    `max_tokens` 0: the largest `num_tokens` of any rank at the first call. Raises BoundError when this rank's
+    `num_tokens` does not fit.
+    """
+    key = (max_tokens, top_k, hidden)
+    name = group_name(group)
+    mine = _workspaces.get(name)
+    if mine is None:
+        mine = _workspaces[name] = {}
+        if group is not None:
+            weakref.finalize(group, release_workspaces, name)
+    workspace = mine.get(key)
+    if workspace is None:
+        workspace = mine[key] = _create(group, device, num_tokens, max_tokens, top_k, hidden)
+    _last_used[name] = workspace
+    bound = workspace.geometry.max_tokens
+    if num_tokens > bound:
+        workspace.refuse()
+        raise BoundError(
+            f"rank {workspace.rank} has {num_tokens} tokens but max_tokens_per_rank is {bound}"
+            f"{'' if max_tokens else ' (the largest T of the first call)'}; set "
+            f"MegaMoEConfig.max_tokens_per_rank to the largest T of any rank and call."
+        )
+    return workspace
+
+
+def _create(
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    num_tokens: int,
+    max_tokens: int,
+    top_k: int,
+    hidden: int,
+) -> Workspace:
+    if torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "the fused backend's workspace cannot be created while a CUDA graph is captured; make one "
+            "call (a warm-up) before the capture."
+        )
+    bound = max_tokens
+    if not bound:
+        header = CallHeader(phase=Phase.FORWARD, top_k=top_k, hidden=hidden, num_tokens=num_tokens)
+        bound = max(agree(group, header, device).num_tokens)
+    geometry = Geometry(group_size(group), max(bound, 1), top_k, hidden)
+    return Workspace(group, geometry, device)
+
+
+def existing_workspace(group: dist.ProcessGroup | None) -> Workspace | None:
+    """The workspace that the group used last, if any."""
+    return _last_used.get(group_name(group))
+
+
+def release_workspaces(name: str) -> None:
+    """Free the workspaces of the group of that name; called when the group is collected."""
+    _workspaces.pop(name, None)
+    _last_used.pop(name, None)
