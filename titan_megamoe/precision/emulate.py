@@ -112,9 +112,7 @@ def expert_forward(
     g = torch.mm(x, qdq(w1_IH, formats.rhs if formats else None, dtype).t())
     u = torch.mm(x, qdq(w3_IH, formats.rhs if formats else None, dtype).t())
     h_weighted = _weighted(weight_R, F.silu(g) * u)
-    o = emulated_matmul(
-        h_weighted, w2_HI, recipe.gemm2 if recipe else None, dtype, transpose_rhs=True
-    )
+    o = emulated_matmul(h_weighted, w2_HI, recipe.gemm2 if recipe else None, dtype, transpose_rhs=True)
     kept = torch.bfloat16 if recipe else dtype
     return ExpertForward(o, g.to(kept), u.to(kept))
 

@@ -15,8 +15,8 @@ What is not a plain number:
 - A zero block gives data 0 and a finite scale, so exactly 0 again. Magnitudes below about 2e-18
   flush to 0 (the floor of the maximum over what e4m3 resolves); everything stays finite.
 - A NaN makes its whole block NaN (data and scale) and touches no other block. For 1×128 that is 128
-  values of the same row. torchao's Triton kernels, unlike its references, lose a NaN: its maximum
-  and its clamp both drop it.
+  values of the same row. torchao's Triton kernels differ from its references here: their
+  maximum skips a NaN, so the scale stays a number, and Triton's default clamp need not keep one.
 - An Inf makes s = 0 and the scale Inf, so its own element becomes Inf·0 = NaN and the others of the
   block 0·Inf = NaN when dequantized: the block is non-finite, never a silent 448.
 
@@ -122,16 +122,12 @@ def quantize_weight_128x128(w_MN: Tensor) -> tuple[Tensor, Tensor]:
     return data.reshape(padded.shape)[:rows, :cols].contiguous(), scale[:, 0, :, 0]
 
 
-def dequantize_act_1x128(
-    data_MN: Tensor, scale_MB: Tensor, dtype: torch.dtype = torch.float32
-) -> Tensor:
+def dequantize_act_1x128(data_MN: Tensor, scale_MB: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """data · scale, (M, N) in `dtype` (fp32 or fp64): undoes `quantize_act_1x128`."""
     return data_MN.to(dtype) * _repeat(scale_MB, 1, data_MN.shape[1]).to(dtype)
 
 
-def dequantize_tokens_128x1(
-    data_RN: Tensor, scale_BN: Tensor, dtype: torch.dtype = torch.float32
-) -> Tensor:
+def dequantize_tokens_128x1(data_RN: Tensor, scale_BN: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """data · scale, (R, N) in `dtype` (fp32 or fp64): undoes `quantize_tokens_128x1`."""
     return data_RN.to(dtype) * _repeat(scale_BN, 0, data_RN.shape[0]).to(dtype)
 
