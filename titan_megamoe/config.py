@@ -70,6 +70,11 @@ class MegaMoEConfig:
                 raise ConfigError(
                     f"MegaMoEConfig.{name} is {value!r}; it must be a whole number ≥ 0 (0 = default)."
                 )
+        if self.precision == "bf16" and self.wgrad_precision == "fp8":
+            raise ConfigError(
+                "MegaMoEConfig.wgrad_precision is 'fp8' but precision is 'bf16'; fp8 weight gradients need "
+                "precision 'fp8' or 'fp8_bwd'."
+            )
         if not self.timeout_s > 0:
             raise ConfigError(f"MegaMoEConfig.timeout_s is {self.timeout_s!r}; it must be > 0 seconds.")
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}

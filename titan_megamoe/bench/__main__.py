@@ -1,0 +1,46 @@
+"""`python -m titan_megamoe.bench layer`: starts one process per GPU by itself, or joins torchrun's."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+
+import torch
+import torch.distributed as dist
+
+from . import layer
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m titan_megamoe.bench", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    layer.add_arguments(commands.add_parser("layer", help=layer.__doc__))
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("bench: found no CUDA device; layer times are measured on NVIDIA GPUs.", file=sys.stderr)
+        return 2
+    if "RANK" not in os.environ:
+        return _launch(args.ep or torch.cuda.device_count())
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    try:
+        return layer.run(args)
+    finally:
+        dist.destroy_process_group()
+
+
+def _launch(processes: int) -> int:
+    found = torch.cuda.device_count()
+    if processes > found:
+        print(f"bench: --ep {processes} needs {processes} GPUs, found {found}.", file=sys.stderr)
+        return 2
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={processes}", "-m", "titan_megamoe.bench", *sys.argv[1:]]
+    return subprocess.call(command, env=os.environ | {"OMP_NUM_THREADS": "8"})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

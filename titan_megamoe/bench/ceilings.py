@@ -1,0 +1,124 @@
+"""What the machine can do, measured in the same run: grouped GEMM rates and the link between two GPUs.
+
+The ideal time of a phase is the larger of its GEMMs at the best grouped-GEMM rate and its bytes over the
+link at the best rate; a perfect overlap would reach it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .shapes import LayerShape
+from .timing import measure, median
+
+_ITERATIONS = 15
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """gemm_ms: best time of each grouped GEMM of a layer, by name; gemm_by: who reached it.
+
+    link_gb_s: bytes per second and direction of a copy from a peer's memory, both ways at once; 0 for one
+    GPU.
+    """
+
+    gemm_ms: dict[str, float]
+    gemm_by: dict[str, str]
+    link_gb_s: float
+
+    def gemm_sum(self, phase: str) -> float:
+        """ms of a phase's GEMMs alone."""
+        names = ("gemm1", "gemm2") if phase == "forward" else ("dgrad2", "dgrad1", "wgrad2", "wgrad1")
+        return sum(self.gemm_ms[n] for n in names)
+
+    def ideal_ms(self, phase: str, wire_bytes: float) -> float:
+        """ms below which a phase cannot go: its GEMMs, or its bytes in one direction over the link."""
+        wire = wire_bytes / (self.link_gb_s * 1e6) if self.link_gb_s else 0.0
+        return max(self.gemm_sum(phase), wire)
+
+
+def measure_ceilings(shape: LayerShape, tokens: int, ep: int, group: dist.ProcessGroup | None) -> Ceilings:
+    """Time every grouped GEMM of a layer for balanced random counts, with each library that is here."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    experts = shape.experts // ep
+    generator = torch.Generator(device).manual_seed(5)
+    rows = tokens * shape.top_k
+    picks = torch.randint(0, experts, (rows,), generator=generator, device=device)
+    # torch._grouped_mm needs groups of multiples of 8 rows.
+    counts = (torch.bincount(picks, minlength=experts) + 4) // 8 * 8
+    offs = counts.cumsum(0).to(torch.int32)
+    total = int(offs[-1])
+
+    def rand(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, device=device, dtype=torch.float32).bfloat16()
+
+    h, i = shape.hidden, shape.intermediate
+    x, act = rand(total, h), rand(total, 2 * i)
+    w_up, w_down = rand(experts, 2 * i, h), rand(experts, h, i)
+    half = act[:, :i].contiguous()
+    torch_gemms: dict[str, Callable[[int], object]] = {
+        "gemm1": lambda _: torch._grouped_mm(x, w_up.transpose(1, 2), offs=offs),
+        "gemm2": lambda _: torch._grouped_mm(half, w_down.transpose(1, 2), offs=offs),
+        "dgrad2": lambda _: torch._grouped_mm(x, w_down, offs=offs),
+        "dgrad1": lambda _: torch._grouped_mm(act, w_up, offs=offs),
+        "wgrad2": lambda _: torch._grouped_mm(x.t(), half, offs=offs),
+        "wgrad1": lambda _: torch._grouped_mm(act.t(), x, offs=offs),
+    }
+    best: dict[str, float] = {}
+    by: dict[str, str] = {}
+    contenders = [("torch._grouped_mm", torch_gemms)]
+    deep = _deep_gemm(counts, x, half, w_up, w_down)
+    if deep:
+        contenders.append(("deep_gemm", deep))
+    for library, gemms in contenders:
+        for name, run in gemms.items():
+            times = measure(
+                [lambda i, run=run: (run(i), None)[1]], iterations=_ITERATIONS, warmup=3, group=None
+            )
+            ms = median(times[0])
+            if name not in best or ms < best[name]:
+                best[name], by[name] = ms, library
+    return Ceilings(best, by, _link_gb_s(group) if group is not None else 0.0)
+
+
+def _deep_gemm(
+    counts: Tensor, x: Tensor, half: Tensor, w_up: Tensor, w_down: Tensor
+) -> dict[str, Callable[[int], object]]:
+    """deep_gemm's bf16 forward grouped GEMMs, on the same number of rows; empty where it is not installed.
+
+    It needs every group to start at a multiple of 128 rows, so it gets equal groups: a lower bound.
+    """
+    try:
+        import deep_gemm
+    except ImportError:
+        return {}
+    experts = counts.numel()
+    per_expert = max(128, int(counts.sum()) // experts // 128 * 128)
+    rows = per_expert * experts
+    if rows > x.shape[0]:
+        return {}
+    layout = torch.arange(experts, device=x.device, dtype=torch.int32).repeat_interleave(per_expert)
+    out_up, out_down = x.new_empty(rows, w_up.shape[1]), x.new_empty(rows, w_down.shape[1])
+    grouped = deep_gemm.m_grouped_bf16_gemm_nt_contiguous
+    return {
+        "gemm1": lambda _: grouped(x[:rows], w_up, out_up, layout),
+        "gemm2": lambda _: grouped(half[:rows], w_down, out_down, layout),
+    }
+
+
+def _link_gb_s(group: dist.ProcessGroup) -> float:
+    """GB/s in each direction, all ranks reading their right neighbour's memory at once."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    size = 256 * 1024 * 1024
+    mine = symm_mem.empty(size, dtype=torch.uint8, device="cuda")
+    handle = symm_mem.rendezvous(mine, group.group_name)
+    peer = handle.get_buffer((handle.rank + 1) % handle.world_size, (size,), torch.uint8)
+    into = torch.empty(size, dtype=torch.uint8, device="cuda")
+    times = measure([lambda _: (into.copy_(peer), None)[1]], iterations=_ITERATIONS, warmup=3, group=group)
+    return size / median(times[0]) / 1e6

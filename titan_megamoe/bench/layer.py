@@ -1,0 +1,226 @@
+"""Measure one MoE layer: every implementation, forward and backward apart, in one run."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import Tensor
+
+from ..config import MegaMoEConfig
+from ..errors import MegaMoEError
+from . import records
+from .ceilings import Ceilings, measure_ceilings
+from .implementations import Implementation, Setting, build
+from .inputs import LayerInputs, LayerWeights, make_inputs, make_weights
+from .shapes import ROUTINGS, SHAPES, LayerShape
+from .spot_check import spot_check
+from .timing import measure, median
+
+INPUT_SETS = 4
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", choices=SHAPES, action="append", help="layer shape; may be repeated")
+    parser.add_argument("--tokens", type=int, action="append", help="tokens per rank; may be repeated")
+    parser.add_argument("--ep", type=int, default=0, help="ranks of the expert-parallel group; 0: all GPUs")
+    parser.add_argument(
+        "--impls",
+        default="mega_moe,all_to_all,torchtitan+compile,deepep+compile:24,deepep+compile:48,deep_gemm",
+        help="comma-separated; see titan_megamoe/bench/implementations.py",
+    )
+    parser.add_argument("--routing", choices=ROUTINGS, action="append")
+    parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--reserved-sms", type=int, default=0)
+    parser.add_argument("--comm-sms", type=int, default=0)
+    parser.add_argument("--max-routed-rows", type=int, default=0)
+    parser.add_argument("--no-ceilings", action="store_true", help="skip the ideal time")
+    parser.add_argument("--no-check", action="store_true", help="skip the comparison with fp64 values")
+    parser.add_argument("--out", default="", help="result file, for example docs/benchmarks/layer.json")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run on every rank of an initialised process group; rank 0 prints and writes. Exit status."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    group = dist.group.WORLD if world > 1 else None
+    mesh = dist.init_device_mesh("cuda", (world,), mesh_dim_names=("ep",)) if world > 1 else None
+    console = Console(quiet=rank != 0)
+    environment = records.environment()
+    made: list[dict[str, Any]] = []
+    failed = 0
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    for model in args.model or ["qwen3-30b-a3b"]:
+        shape = SHAPES[model]
+        weights = make_weights(shape, rank, world, torch.device("cuda", rank))
+        for tokens in args.tokens or [16384]:
+            ceilings = None if args.no_ceilings else measure_ceilings(shape, tokens, world, group)
+            for routing in args.routing or ["uniform"]:
+                sets = [
+                    make_inputs(shape, tokens, rank, world, routing, n, weights.w1.device)
+                    for n in range(INPUT_SETS)
+                ]
+                rows: list[dict[str, Any]] = []
+                with Progress(*columns, console=console, transient=True) as progress:
+                    for label in args.impls.split(","):
+                        task = progress.add_task(f"{model} T={tokens} {routing}: {label}", total=None)
+                        try:
+                            config = MegaMoEConfig(
+                                max_tokens_per_rank=tokens,
+                                max_routed_rows=args.max_routed_rows,
+                                comm_sms=args.comm_sms,
+                                reserved_sms=args.reserved_sms,
+                            )
+                            setting = Setting(shape, tokens, weights, group, mesh, config)
+                            rows += _measure(label, setting, sets, args, routing, ceilings)
+                        except (MegaMoEError, ImportError) as error:
+                            failed += 1
+                            console.print(f"[yellow]{label}: not measured: {error}")
+                        progress.remove_task(task)
+                        gc.collect()
+                        torch.cuda.empty_cache()
+                shared = {"model": model, "tokens": tokens, "ep": world, "gpus": world, "routing": routing}
+                made += [{**shared, **row, **environment} for row in rows]
+                console.print(_table(f"{model}, T={tokens} per rank, EP={world}, {routing}", rows, ceilings))
+                if args.out and rank == 0:
+                    records.write(args.out, made)
+    if args.out:
+        console.print(f"records: {args.out}")
+    return 1 if failed and not made else 0
+
+
+def _measure(
+    label: str,
+    setting: Setting,
+    sets: list[LayerInputs],
+    args: argparse.Namespace,
+    routing: str,
+    ceilings: Ceilings | None,
+) -> list[dict[str, Any]]:
+    """Records of one implementation: forward, and backward where it has one."""
+    implementation = build(label, setting)
+    torch.cuda.synchronize()
+    base = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    outputs: dict[int, Tensor] = {}
+
+    def forward(i: int) -> None:
+        inputs = sets[i % len(sets)]
+        if implementation.differentiable:
+            outputs[0] = implementation.forward(inputs)
+        else:
+            with torch.no_grad():
+                outputs[0] = implementation.forward(inputs)
+
+    def backward(i: int) -> None:
+        _gradients(outputs.pop(0), sets[i % len(sets)], setting.weights)
+
+    phases = [forward, backward] if implementation.differentiable else [forward]
+    times = measure(phases, iterations=args.iterations, warmup=args.warmup, group=setting.group)
+    peak = torch.cuda.max_memory_allocated() - base
+    errors = {} if args.no_check else _check(implementation, setting, sets, routing)
+    made = []
+    for phase, values in zip(("forward", "backward"), times, strict=False):
+        record: dict[str, Any] = {
+            "kind": "layer",
+            "source": "measured",
+            "impl": implementation.impl,
+            "precision": implementation.precision,
+            "phase": phase,
+            "router": False,
+            "num_sms": implementation.num_sms,
+            "reserved_sms": args.reserved_sms,
+            "compile": implementation.compile,
+            "ms_median": round(median(values), 4),
+            "ms_min": round(min(values), 4),
+            "n": len(values),
+            "peak_bytes": peak,
+            "error": max((e for n, e in errors.items() if (n == "y") == (phase == "forward")), default=None),
+        }
+        record |= _rates(setting.shape, sets[0], setting, phase, record["ms_median"], ceilings)
+        made.append(record)
+    return made
+
+
+def _gradients(y: Tensor, inputs: LayerInputs, weights: LayerWeights) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(y, (inputs.x, inputs.weights, *weights.all()), inputs.dy)
+
+
+def _check(
+    implementation: Implementation, setting: Setting, sets: list[LayerInputs], routing: str
+) -> dict[str, float]:
+    number = len(sets) - 1
+    inputs = sets[number]
+    grads = None
+    if implementation.differentiable:
+        y = implementation.forward(inputs)
+        grads = _gradients(y, inputs, setting.weights)
+    else:
+        with torch.no_grad():
+            y = implementation.forward(inputs)
+    world = 1 if setting.group is None else setting.group.size()
+    rank = 0 if setting.group is None else setting.group.rank()
+    errors = spot_check(
+        setting.shape, inputs, y.detach(), grads, rank=rank, ep=world, routing=routing, number=number
+    )
+    worst = torch.tensor(list(errors.values()), device=y.device)
+    if setting.group is not None:
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=setting.group)
+    return dict(zip(errors, worst.tolist(), strict=True))
+
+
+def _rates(
+    shape: LayerShape,
+    inputs: LayerInputs,
+    setting: Setting,
+    phase: str,
+    ms: float,
+    ceilings: Ceilings | None,
+) -> dict[str, Any]:
+    """TFLOP/s and GB/s over the link that `ms` amounts to, and how near the ideal it is."""
+    ep = 1 if setting.group is None else setting.group.size()
+    rank = 0 if setting.group is None else setting.group.rank()
+    owners = inputs.ids // (shape.experts // ep)
+    rows = torch.stack([(owners == r).sum() for r in range(ep)])
+    remote = sum(int((owners == r).any(1).sum()) for r in range(ep) if r != rank)
+    if setting.group is not None:
+        dist.all_reduce(rows, group=setting.group)
+    flops = shape.gemm_flops_per_row * int(rows.max()) * (1 if phase == "forward" else 2)
+    wire = 2 * remote * shape.hidden * 2  # once there, once back, bf16
+    rates: dict[str, Any] = {"tflops": round(flops / ms / 1e9, 1)}
+    if ep > 1:
+        rates["nvlink_gb_s"] = round(wire / ms / 1e6, 1)
+    if ceilings is not None:
+        ideal = ceilings.ideal_ms(phase, wire / 2)
+        rates |= {"ideal_ms": round(ideal, 4), "overlap_efficiency": round(ideal / ms, 4)}
+    return rates
+
+
+def _table(title: str, rows: list[dict[str, Any]], ceilings: Ceilings | None) -> Table:
+    table = Table(title=title)
+    for name in ("implementation", "phase", "ms", "min", "TFLOP/s", "of ideal", "peak GiB", "error"):
+        table.add_column(name, justify="left" if name in ("implementation", "phase") else "right")
+    for r in rows:
+        label = f"{r['impl']} {r['precision']}"
+        label += f", {r['num_sms']} SMs" if r["num_sms"] else ""
+        label += ", compiled" if r["compile"] else ""
+        table.add_row(
+            label,
+            r["phase"],
+            f"{r['ms_median']:.3f}",
+            f"{r['ms_min']:.3f}",
+            f"{r['tflops']:.0f}",
+            f"{r['overlap_efficiency']:.0%}" if "overlap_efficiency" in r else "",
+            f"{r['peak_bytes'] / 2**30:.2f}",
+            "" if r["error"] is None else f"{r['error']:.1e}",
+        )
+    if ceilings is not None:
+        parts = ", ".join(f"{n} {ms:.3f} ({ceilings.gemm_by[n]})" for n, ms in ceilings.gemm_ms.items())
+        table.caption = f"ideal: GEMMs alone, ms: {parts}; link {ceilings.link_gb_s:.0f} GB/s each way"
+    return table
