@@ -1,1 +1,1 @@
-"""Benchmarks: one layer (`python -m titan_megamoe.bench layer`), and the records every measurement is kept in."""
+"""Benchmarks of one layer (`python -m titan_megamoe.bench layer`), and the records measurements are kept in."""

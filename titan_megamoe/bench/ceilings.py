@@ -116,7 +116,7 @@ def _link_gb_s(group: dist.ProcessGroup) -> float:
     import torch.distributed._symmetric_memory as symm_mem
 
     size = 256 * 1024 * 1024
-    mine = symm_mem.empty(size, dtype=torch.uint8, device="cuda")
+    mine = symm_mem.empty((size,), dtype=torch.uint8, device=torch.device("cuda"))
     handle = symm_mem.rendezvous(mine, group.group_name)
     peer = handle.get_buffer((handle.rank + 1) % handle.world_size, (size,), torch.uint8)
     into = torch.empty(size, dtype=torch.uint8, device="cuda")
