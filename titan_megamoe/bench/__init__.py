@@ -1,1 +1,1 @@
-"""Benchmarks of one layer (`python -m titan_megamoe.bench layer`), and the records measurements are kept in."""
+"""Benchmarks of one layer (`python -m titan_megamoe.bench layer`) and the records of measurements."""

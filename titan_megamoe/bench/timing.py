@@ -12,7 +12,7 @@ _HEAD_START = 2_000_000  # GPU cycles, about 1 ms: the host queues work meanwhil
 
 
 def measure(
-    phases: Sequence[Callable[[int], None]],
+    phases: Sequence[Callable[[int], object]],
     *,
     iterations: int,
     warmup: int,
