@@ -28,9 +28,7 @@ def has_own_load_balancing(spec: TrainSpec) -> bool:
     return spec.build_optimizers_fn is build_optimizers_with_moe_load_balancing
 
 
-def refuse_unsupported(
-    job_config: Any, dims: ParallelDims, spec: TrainSpec, moe_args: MoEArgs
-) -> None:
+def refuse_unsupported(job_config: Any, dims: ParallelDims, spec: TrainSpec, moe_args: MoEArgs) -> None:
     """Raise on the first thing in this job that the converter cannot do.
 
     Raises:

@@ -81,8 +81,6 @@ def with_mega_moe(job_config: type) -> type:
     if fields is None:
         raise TypeError(f"{job_config!r} is not a dataclass; TorchTitan merges dataclasses only.")
     if "mega_moe" in fields:
-        raise TypeError(
-            f"{job_config.__name__} already has a section mega_moe; it cannot be added."
-        )
+        raise TypeError(f"{job_config.__name__} already has a section mega_moe; it cannot be added.")
     extra = [("mega_moe", MegaMoE, field(default_factory=MegaMoE))]
     return make_dataclass(job_config.__name__, extra, bases=(job_config,))

@@ -72,12 +72,7 @@ def _fill_in_torch() -> None:
         input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0, **kwargs: Any
     ) -> torch.Tensor:
         # Integers in [0, bins) with one bin each is the only integer use in TorchTitan.
-        if (
-            input.device.type == "cpu"
-            and not input.is_floating_point()
-            and min == 0
-            and max == bins
-        ):
+        if input.device.type == "cpu" and not input.is_floating_point() and min == 0 and max == bins:
             return torch.bincount(input.flatten(), minlength=bins)
         return histc(input, bins=bins, min=min, max=max, **kwargs)
 

@@ -32,9 +32,7 @@ def add_to_qwen3() -> None:
     for flavor in ("30B-A3B", "235B-A22B"):
         full = qwen3_args[flavor]
         for layers in LAYERS:
-            args = dataclasses.replace(
-                full, n_layers=layers, moe_args=dataclasses.replace(full.moe_args)
-            )
+            args = dataclasses.replace(full, n_layers=layers, moe_args=dataclasses.replace(full.moe_args))
             qwen3_args.setdefault(reduced_flavor(flavor, layers), args)
     qwen3_args.setdefault("quickstart", _small(128, 3, 4, 2, 32, 128, experts=8, top_k=2))
     qwen3_args.setdefault("quickstart_gpu", _small(1024, 8, 16, 4, 64, 512, experts=32, top_k=4))

@@ -49,9 +49,7 @@ class Routing:
 class RoutedExperts(GroupedExperts):
     """TorchTitan's experts, with one more way in: all tokens of the rank and their routing."""
 
-    def __init__(
-        self, stock: GroupedExperts, config: MegaMoEConfig, ep_mesh: DeviceMesh | None
-    ) -> None:
+    def __init__(self, stock: GroupedExperts, config: MegaMoEConfig, ep_mesh: DeviceMesh | None) -> None:
         nn.Module.__init__(self)
         _adopt(self, stock)
         self.num_experts = stock.num_experts

@@ -1,0 +1,175 @@
+"""Run a TorchTitan job with torchrun and read what it prints, step by step.
+
+The jobs are TorchTitan's own: on GPUs `torchrun -m torchtitan.train`, without one the launcher that
+applies the CPU shim first (:mod:`.train`). Nothing here is imported by a training process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_STEP = re.compile(
+    r"^\[rank0\]:.*step:\s+(?P<number>\d+)\s+loss:\s+(?P<loss>\S+)\s+grad_norm:\s+(?P<norm>\S+)\s+"
+    r"memory:\s+(?P<memory>[-\d.]+)GiB.*?tps: (?P<tps>[\d,]+).*?mfu: (?P<mfu>[\d.]+)%"
+)
+_RANK = re.compile(r"^\[rank(\d+)\]:")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What TorchTitan prints for one step (with `[metrics] log_freq = 1`).
+
+    loss and grad_norm as printed, to 5 and 4 decimals; tokens_per_s per device; memory in GiB, the
+    allocator's peak since the last step; mfu in percent of the peak that TorchTitan knows.
+    """
+
+    number: int
+    loss: float
+    grad_norm: float
+    tokens_per_s: int
+    memory_gib: float
+    mfu: float
+
+
+class JobFailed(RuntimeError):
+    """A job ended with an error or too late; the message has the worker's own words and the log."""
+
+
+def without_converters(job_text: str) -> str:
+    """The same job on stock TorchTitan: the TOML text without its line `converters = [...]`."""
+    lines = job_text.splitlines(keepends=True)
+    return "".join(line for line in lines if not re.match(r"\s*converters\s*=", line))
+
+
+def run_job(
+    job_file: Path,
+    arguments: Sequence[str],
+    *,
+    processes: int,
+    cpu: bool,
+    log: Path,
+    on_step: Callable[[Step], None] = lambda _: None,
+    timeout_s: float | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> list[Step]:
+    """Train and return every step that rank 0 printed.
+
+    Args:
+        job_file: TOML of the job.
+        arguments: TorchTitan's options that go over the file's, such as `--training.steps=20`.
+        processes: ranks on this machine.
+        cpu: train on the CPU although the machine may have GPUs.
+        log: everything the ranks print goes there.
+        on_step: called for each step as it is printed.
+        timeout_s: kill the job after that many seconds.
+        environment: variables beside this process's own.
+
+    Raises:
+        JobFailed: a rank failed, or the time was over.
+    """
+    module = "titan_megamoe.torchtitan.train" if cpu else "torchtitan.train"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    ranks = ["--role", "rank", "--tee", "3", "--log-dir", str(log.with_suffix(".ranks"))]
+    job = ["-m", module, f"--job.config_file={job_file}", *arguments]
+    command = [sys.executable, *torchrun, *ranks, *job]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    process = subprocess.Popen(
+        command,
+        env=_environment(cpu, environment or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    late = threading.Event()
+    timer = threading.Timer(timeout_s or 0, _stop, (process, late))
+    if timeout_s is not None:
+        timer.start()
+    steps: list[Step] = []
+    assert process.stdout is not None
+    try:
+        with log.open("w", encoding="utf-8") as file:
+            for line in process.stdout:
+                file.write(line)
+                step = _parse(line)
+                if step is not None:
+                    steps.append(step)
+                    on_step(step)
+        code = process.wait()
+    except BaseException:  # Ctrl-C must not leave ranks behind
+        _stop(process, late)
+        raise
+    finally:
+        timer.cancel()
+    if late.is_set():
+        raise JobFailed(f"the job did not end within {timeout_s:g} s and was stopped; all output: {log}")
+    if code:
+        raise JobFailed(f"the job failed (exit status {code}).\n{_worker_error(log)}\nAll output: {log}")
+    return steps
+
+
+def _environment(cpu: bool, extra: Mapping[str, str]) -> dict[str, str]:
+    environment = dict(os.environ)
+    # The ranks import this very copy, installed or not.
+    root = str(Path(__file__).parents[2])
+    path = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, path)))
+    environment["HF_HUB_OFFLINE"] = environment["HF_DATASETS_OFFLINE"] = "1"
+    if cpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+        environment.setdefault("OMP_NUM_THREADS", "1")
+    return environment | dict(extra)
+
+
+def _stop(process: subprocess.Popen[str], late: threading.Event) -> None:
+    late.set()
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _parse(line: str) -> Step | None:
+    match = _STEP.match(line)
+    if match is None:
+        return None
+    return Step(
+        number=int(match["number"]),
+        loss=float(match["loss"]),
+        grad_norm=float(match["norm"]),
+        tokens_per_s=int(match["tps"].replace(",", "")),
+        memory_gib=float(match["memory"]),
+        mfu=float(match["mfu"]),
+    )
+
+
+def _worker_error(log: Path, limit: int = 40) -> str:
+    """The first traceback of the first rank that has one; else the end of the log."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    for at, line in enumerate(lines):
+        rank = _RANK.match(line)
+        if rank and "Traceback (most recent call last)" in line:
+            own = [text for text in lines[at:] if text.startswith(rank[0])]
+            return "\n".join(_first_traceback(own)[-limit:])
+    return "\n".join(lines[-limit:])
+
+
+def _first_traceback(lines: list[str]) -> list[str]:
+    """Up to and with the line of the error that ends the last of the chained tracebacks."""
+    end = len(lines)
+    for at, line in enumerate(lines[1:], start=1):
+        text = _RANK.sub("", line).strip()
+        if re.match(r"[\w.]+(Error|Exception|Interrupt|Exit)\b", text):
+            end = at + 1
+    return lines[:end]
