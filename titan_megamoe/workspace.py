@@ -32,6 +32,8 @@ from .group import group_name, group_rank, group_size
 
 logger = logging.getLogger("titan_megamoe")
 
+MIN_TOKENS = 512
+"""Least T_max that is chosen where the user gives none."""
 _ALIGN = 256  # bytes
 
 
@@ -189,8 +191,8 @@ def get_workspace(
 ) -> Workspace:
     """The workspace for such calls; the first call of a geometry creates it, a collective over the group.
 
-    `max_tokens` 0: the largest `num_tokens` of any rank at the first call. Raises BoundError when this rank's
-    `num_tokens` does not fit.
+    `max_tokens` 0: the largest `num_tokens` of any rank at the first call, rounded up to a power of two and to
+    MIN_TOKENS. Raises BoundError when this rank's `num_tokens` does not fit.
     """
     key = (max_tokens, top_k, hidden)
     name = group_name(group)
@@ -208,7 +210,7 @@ def get_workspace(
         workspace.refuse()
         raise BoundError(
             f"rank {workspace.rank} has {num_tokens} tokens but max_tokens_per_rank is {bound}"
-            f"{'' if max_tokens else ' (the largest T of the first call)'}; set "
+            f"{'' if max_tokens else ' (from the largest T of the first call)'}; set "
             f"MegaMoEConfig.max_tokens_per_rank to the largest T of any rank and call."
         )
     return workspace
@@ -231,7 +233,8 @@ def _create(
     if not bound:
         header = CallHeader(phase=Phase.FORWARD, top_k=top_k, hidden=hidden, num_tokens=num_tokens)
         bound = max(agree(group, header, device).num_tokens)
-    geometry = Geometry(group_size(group), max(bound, 1), top_k, hidden)
+        bound = max(MIN_TOKENS, 1 << (bound - 1).bit_length())
+    geometry = Geometry(group_size(group), bound, top_k, hidden)
     return Workspace(group, geometry, device)
 
 

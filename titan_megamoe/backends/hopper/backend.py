@@ -219,8 +219,7 @@ def _signature(call: MoECall, shape: PlanShape, phase: Phase) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _hash(*facts: object) -> int:
-    parts = [f.to_string() if isinstance(f, MegaMoEConfig) else repr(f) for f in facts]
-    return zlib.crc32("|".join(parts).encode()) & 0x7FFFFFF
+    return zlib.crc32(repr(facts).encode()) & 0x7FFFFFF
 
 
 def _activation(gate_up: Tensor, plan: RoutingPlan) -> Tensor:
