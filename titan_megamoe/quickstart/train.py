@@ -88,7 +88,7 @@ def quickstart(choice: Choice, console: Console) -> int:
             stock = _train("stock TorchTitan", text, choice, assets, weights, total, console)
     except (JobFailed, RuntimeError) as error:
         console.print("[red]The quickstart stopped.[/]")
-        console.print(str(error), markup=False, highlight=False)
+        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
         return 1
     report.comparison(console, ours, stock)
     report.next_steps(console, choice.out, machine, time.perf_counter() - started)

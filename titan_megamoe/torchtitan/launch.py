@@ -21,6 +21,7 @@ _STEP = re.compile(
     r"memory:\s+(?P<memory>[-\d.]+)GiB.*?tps: (?P<tps>[\d,]+).*?mfu: (?P<mfu>[\d.]+)%"
 )
 _RANK = re.compile(r"^\[rank(\d+)\]:")
+_RANKS = re.compile(r"^(\[rank\d+\]: ?)+")
 
 
 @dataclass(frozen=True)
@@ -154,22 +155,21 @@ def _parse(line: str) -> Step | None:
     )
 
 
-def _worker_error(log: Path, limit: int = 40) -> str:
-    """The first traceback of the first rank that has one; else the end of the log."""
+def _worker_error(log: Path, limit: int = 30) -> str:
+    """The error of the first rank that has one, then its traceback; else the end of the log."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     for at, line in enumerate(lines):
         rank = _RANK.match(line)
         if rank and "Traceback (most recent call last)" in line:
-            own = [text for text in lines[at:] if text.startswith(rank[0])]
-            return "\n".join(_first_traceback(own)[-limit:])
+            own = [_RANKS.sub("", text) for text in lines[at:] if text.startswith(rank[0])]
+            traceback = _first_traceback(own)
+            return "\n".join([f"rank {rank[1]}: {traceback[-1]}", "", *traceback[-limit:], ""])
     return "\n".join(lines[-limit:])
 
 
 def _first_traceback(lines: list[str]) -> list[str]:
-    """Up to and with the line of the error that ends the last of the chained tracebacks."""
-    end = len(lines)
-    for at, line in enumerate(lines[1:], start=1):
-        text = _RANK.sub("", line).strip()
-        if re.match(r"[\w.]+(Error|Exception|Interrupt|Exit)\b", text):
-            end = at + 1
-    return lines[:end]
+    """From the first line up to and with the line that names the error."""
+    for at, line in enumerate(lines):
+        if re.match(r"[\w.]+(Error|Exception|Interrupt|Exit|Failed)\b", line.strip()):
+            return lines[: at + 1]
+    return lines
