@@ -8,9 +8,10 @@ Grid: NUM_BLOCKS persistent blocks, one per SM that is not reserved. Roles:
                   them; after each chunk the block's word in `progress` is released (scope gpu). Then they
                   take GEMM tiles like the others.
   GEMM            all other blocks from the start: tiles of BLOCK_M rows × (BLOCK_N gate + BLOCK_N up)
-                  columns. A rows are gathered by index, from x or from the receive buffer. The schedule is
-                  static: the first rounds only over GEMM blocks, the rest over all. One flat loop runs
-                  over (tile, k), so that loads of the next tile are in flight during an epilogue.
+                  columns, in one wgmma of both (pair.py). A rows are gathered by index, from x or from the
+                  receive buffer. The schedule is static: the first rounds only over GEMM blocks, the
+                  rest over all. One flat loop runs over (tile, k), so that loads of the next tile are
+                  in flight during an epilogue.
 
 No deadlock: communication blocks never wait, so every chunk is released once they run. A GEMM block waits only
 for chunks, that is for blocks of lower index, and those are scheduled before it. Peers' tokens were published
@@ -32,6 +33,7 @@ from torch import Tensor
 from ...routing import RoutingPlan
 from .gemm_common import _sm_count as sm_count
 from .gemm_common import block_descriptor
+from .pair import pair_descriptor
 from .tiles import BLOCK_M
 
 if TYPE_CHECKING:
@@ -106,13 +108,13 @@ def _fetch_chunks(
 
 @triton.jit
 def _dispatch_gemm1_kernel(
-    x_ptr, recv_ptr, sym_x_ptr, delta_ptr, w1_desc, w3_desc, h_desc, gate_up_desc,
+    x_ptr, recv_ptr, sym_x_ptr, delta_ptr, w13_desc, h_desc, gate_up_desc,
     row_source_ptr, row_weight_ptr, tile_expert_ptr, num_tiles_ptr, recv_token_ptr, recv_count_ptr,
     progress_ptr, max_tokens, pool_rows, rows_per_round,
     H: tl.constexpr, I: tl.constexpr, NUM_BLOCKS: tl.constexpr, COMM_BLOCKS: tl.constexpr,
     MAX_COMM: tl.constexpr, CHUNK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    SAVE_GATE_UP: tl.constexpr,
+    SAVE_GATE_UP: tl.constexpr, UP_FIRST: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     gemm_blocks: tl.constexpr = NUM_BLOCKS - COMM_BLOCKS
@@ -143,8 +145,7 @@ def _dispatch_gemm1_kernel(
     col0 = 0
     expert = 0
     source = tl.zeros([BLOCK_M], dtype=tl.int32)
-    acc_gate = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    acc_up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_M, 2 * BLOCK_N], dtype=tl.float32)
     for _ in tl.range(0, steps * (early + late), num_stages=STAGES):
         step = tl.where(step == steps - 1, 0, step + 1)
         if step == 0:
@@ -178,19 +179,19 @@ def _dispatch_gemm1_kernel(
         if H % BLOCK_K != 0:
             mask = mask & (k < H)[None, :]
         a = tl.load(row_ptr[:, None] + k[None, :], mask=mask, other=0.0)
-        w1 = w1_desc.load([expert, col0, step * BLOCK_K]).reshape(BLOCK_N, BLOCK_K)
-        w3 = w3_desc.load([expert, col0, step * BLOCK_K]).reshape(BLOCK_N, BLOCK_K)
-        acc_gate = tl.dot(a, w1.T, acc_gate)
-        acc_up = tl.dot(a, w3.T, acc_up)
+        w13 = w13_desc.load([0, expert, col0, step * BLOCK_K]).reshape(2 * BLOCK_N, BLOCK_K)
+        acc = tl.dot(a, w13.T, acc)
         if step == steps - 1:
             weight = tl.load(row_weight_ptr + row0 + rows_m)
-            h = acc_gate / (1.0 + tl.exp(-acc_gate)) * acc_up * weight[:, None]
+            first, second = acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
+            gate = second if UP_FIRST else first
+            up = first if UP_FIRST else second
+            h = gate / (1.0 + tl.exp(-gate)) * up * weight[:, None]
             h_desc.store([row0, col0], h.to(tl.bfloat16))
             if SAVE_GATE_UP:
-                gate_up_desc.store([row0, col0], acc_gate.to(tl.bfloat16))
-                gate_up_desc.store([pool_rows + row0, col0], acc_up.to(tl.bfloat16))
-            acc_gate = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-            acc_up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+                gate_up_desc.store([row0, col0], gate.to(tl.bfloat16))
+                gate_up_desc.store([pool_rows + row0, col0], up.to(tl.bfloat16))
+            acc = tl.zeros([BLOCK_M, 2 * BLOCK_N], dtype=tl.float32)
 
 
 def dispatch_gemm1(
@@ -230,16 +231,16 @@ def dispatch_gemm1(
     h = x_TH.new_empty(shape.pool_rows, intermediate)
     gate_up = x_TH.new_empty(2, shape.pool_rows, intermediate) if save else None
     h_desc = block_descriptor(h, (BLOCK_M, BLOCK_N))
+    w13_desc, up_first = pair_descriptor(w1, w3, [1, BLOCK_N, BLOCK_K])
     block_h = min(triton.next_power_of_2(hidden), 2048)
     _dispatch_gemm1_kernel[(blocks,)](
         x_TH if x_TH.numel() else recv, recv, workspace.x, workspace.delta,
-        block_descriptor(w1, (1, BLOCK_N, BLOCK_K)), block_descriptor(w3, (1, BLOCK_N, BLOCK_K)),
-        h_desc,
+        w13_desc, h_desc,
         h_desc if gate_up is None else block_descriptor(gate_up.view(-1, intermediate), (BLOCK_M, BLOCK_N)),
         plan.row_source, plan.row_weight, plan.tile_expert, plan.num_tiles, plan.recv_token,
         plan.recv_count, workspace.progress, shape.max_tokens, shape.pool_rows, rows_per_round,
         H=hidden, I=intermediate, NUM_BLOCKS=blocks, COMM_BLOCKS=comm, MAX_COMM=MAX_COMM_BLOCKS,
         CHUNK=CHUNK_ROWS, BLOCK_H=block_h, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-        STAGES=stages, SAVE_GATE_UP=save, num_warps=8, num_stages=stages,
+        STAGES=stages, SAVE_GATE_UP=save, UP_FIRST=up_first, num_warps=8, num_stages=stages,
     )  # fmt: skip
     return h, gate_up, recv
