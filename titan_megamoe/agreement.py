@@ -87,7 +87,7 @@ def agree(
     num_experts = header.num_local_experts * world
     message = _encode(header, number, topk_ids, num_experts, device)
     gathered = _all_gather(message, group, header, number, timeout_s)
-    rows = gathered.tolist()
+    rows = gathered[:, : _FIELDS + _REASON_WORDS].tolist()
     _check(rows, rank)
     counts = gathered[:, _FIELDS + _REASON_WORDS :][:, :num_experts].to(torch.int64)
     return Agreement(num_tokens=[row[8] for row in rows], counts=counts)
@@ -136,19 +136,24 @@ def _encode(
         int(bool(header.refusal)),
         0,
     ]
-    reason = header.refusal.encode()[: _REASON_WORDS * 4].ljust(_REASON_WORDS * 4, b"\0")
-    host = torch.zeros(_FIELDS + _REASON_WORDS + MAX_EXPERTS, dtype=torch.int32)
+    words = _FIELDS + _REASON_WORDS
+    host = torch.zeros(words, dtype=torch.int32)
     host[:_FIELDS] = torch.tensor(fields, dtype=torch.int32)
-    host[_FIELDS : _FIELDS + _REASON_WORDS] = torch.frombuffer(bytearray(reason), dtype=torch.int32)
-    message = host.to(device, non_blocking=True)
+    if header.refusal:
+        reason = header.refusal.encode()[: _REASON_WORDS * 4].ljust(_REASON_WORDS * 4, b"\0")
+        host[_FIELDS:] = torch.frombuffer(bytearray(reason), dtype=torch.int32)
+    message = torch.zeros(words + MAX_EXPERTS + 1, dtype=torch.int32, device=device)
+    message[:words] = host.to(device, non_blocking=True)
     if topk_ids is not None and not header.refusal:
-        ids = topk_ids.reshape(-1).to(torch.int64)
+        ids = topk_ids.reshape(-1)
+        dropped = ids == -1
         valid = (ids >= 0) & (ids < num_experts)
-        message[_INVALID_AT] = ((ids < -1) | (ids >= num_experts)).sum(dtype=torch.int32)
-        # Slot num_experts collects what is dropped or invalid.
-        counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
-        counts.index_add_(0, ids.where(valid, num_experts), torch.ones_like(ids, dtype=torch.int32))
-        message[_FIELDS + _REASON_WORDS :][:num_experts] = counts[:num_experts]
+        # Slot num_experts of the histogram collects what is dropped or invalid.
+        slots = ids.where(valid, num_experts)
+        ones = torch.ones((), dtype=torch.int32, device=device).expand(slots.numel())
+        message[words : words + num_experts + 1].index_add_(0, slots, ones)
+        lost = message[words + num_experts]
+        message[_INVALID_AT] = lost - dropped.sum(dtype=torch.int32)
     return message
 
 
@@ -161,9 +166,9 @@ def _all_gather(
 ) -> Tensor:
     if group is None:
         return message.cpu().unsqueeze(0)
-    gathered = [torch.empty_like(message) for _ in range(group.size())]
+    gathered = message.new_empty(group.size() * message.numel())
     try:
-        work = dist.all_gather(gathered, message, group=group, async_op=True)
+        work = dist.all_gather_into_tensor(gathered, message, group=group, async_op=True)
         if message.is_cuda:
             work.wait()  # orders the stream; NCCL's own watchdog bounds the wait
         else:
@@ -175,7 +180,7 @@ def _all_gather(
             f"the same order; a rank that skipped one, failed or is slower than timeout_s is the usual "
             f"cause ({error})."
         ) from error
-    return torch.stack(gathered).cpu()
+    return gathered.view(group.size(), -1).cpu()
 
 
 _SAME = (

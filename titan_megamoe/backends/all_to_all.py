@@ -54,15 +54,14 @@ class AllToAllBackend(ExplicitBackend):
         if call.num_experts > MAX_EXPERTS:
             raise ConfigError(f"{call.num_experts} experts; all_to_all takes at most {MAX_EXPERTS}.")
         layout = self._plan(call)
-        sent = call.x[layout.order // call.top_k]
-        pool = _group_rows(_exchange(sent, layout, call.group), layout)
+        pool = _group_rows(_exchange(call.x[layout.order // call.top_k], layout, call.group), layout)
         w1, w3, w2 = (w.bfloat16() for w in (call.w1, call.w3, call.w2))
         gate = torch._grouped_mm(pool, w1.transpose(-2, -1), offs=layout.offs)
         up = torch._grouped_mm(pool, w3.transpose(-2, -1), offs=layout.offs)
         out = torch._grouped_mm(F.silu(gate) * up, w2.transpose(-2, -1), offs=layout.offs)
-        returned = _exchange(out[layout.dest], layout, call.group, back=True)
-        rows_TK_H = returned.new_zeros(call.num_tokens * call.top_k, call.hidden)
-        rows_TK_H[layout.order] = returned
+        rows_TK_H = out.new_zeros(call.num_tokens * call.top_k, call.hidden)
+        rows_TK_H[layout.order] = _exchange(out[layout.dest], layout, call.group, back=True)
+        del out  # R rows of H: memory that the fp32 product below needs
         y = torch.bmm(
             _live_weights(call).unsqueeze(1),
             rows_TK_H.view(call.num_tokens, call.top_k, call.hidden).float(),
