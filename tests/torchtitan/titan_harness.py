@@ -1,4 +1,4 @@
-"""Starts the multi-process runs, once for all tests that judge them."""
+"""Starts processes with TorchTitan in them, once for all tests that judge their results."""
 
 from __future__ import annotations
 
@@ -11,28 +11,40 @@ from typing import Any
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parents[1]
 LIMIT_S = 120
 
 
 class Runs:
-    """Runs suites of titan_runs.py on demand and keeps their results."""
+    """Runs suites on demand and keeps their results, or the reason why they failed."""
 
     def __init__(self, folder: Path) -> None:
         from titan_megamoe.quickstart.assets import prepare
 
         self.folder = folder
-        self.results: dict[str, dict[str, Any]] = {}
+        self.results: dict[str, dict[str, Any] | str] = {}
         prepare(folder / "assets", vocabulary=512, max_characters=400_000)
 
-    def __call__(self, world: int, suite: str) -> dict[str, Any]:
-        if suite not in self.results:
-            result = self.folder / f"{suite}.json"
-            self._launch(world, [suite, str(self.folder), str(result)])
-            self.results[suite] = json.loads(result.read_text())
-        return self.results[suite]
+    def __call__(self, world: int, suite: str, script: str = "titan_runs.py") -> dict[str, Any]:
+        """A suite of a script that torchrun starts in `world` processes."""
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+        return self._result(suite, [*torchrun, str(HERE / script), suite, str(self.folder)])
 
-    def _launch(self, world: int, arguments: list[str]) -> None:
+    def alone(self, suite: str) -> dict[str, Any]:
+        """A suite of titan_configs.py, one plain process."""
+        return self._result(suite, [str(HERE / "titan_configs.py"), suite])
+
+    def _result(self, suite: str, command: list[str]) -> dict[str, Any]:
+        if suite not in self.results:
+            self.results[suite] = self._launch(suite, command)
+        result = self.results[suite]
+        if isinstance(result, str):
+            pytest.fail(result, pytrace=False)
+        return result
+
+    def _launch(self, suite: str, command: list[str]) -> dict[str, Any] | str:
+        out = self.folder / f"{suite}.json"
         path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
         environment = os.environ | {
             "PYTHONPATH": path,
@@ -41,17 +53,19 @@ class Runs:
             "HF_HUB_OFFLINE": "1",
             "HF_HOME": str(self.folder / "huggingface"),
         }
-        script = str(Path(__file__).with_name("titan_runs.py"))
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-        finished = subprocess.run(
-            [sys.executable, *torchrun, script, *arguments],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=LIMIT_S,
-        )
+        try:
+            finished = subprocess.run(
+                [sys.executable, *command, str(out)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=LIMIT_S,
+            )
+        except subprocess.TimeoutExpired:
+            return f"suite {suite} did not end within {LIMIT_S} s"
         if finished.returncode:
             lines = finished.stdout.splitlines()
             first = next((i for i, line in enumerate(lines) if "Traceback" in line), 0)
-            pytest.fail("\n".join(["the ranks failed:", *lines[first : first + 60]]), pytrace=False)
+            return "\n".join([f"suite {suite} failed:", *lines[first : first + 60]])
+        return json.loads(out.read_text())

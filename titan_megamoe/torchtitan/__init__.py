@@ -26,7 +26,8 @@ is imported before, so that the CPU shim can act first.
     class JobConfig(MegaMoEJobConfig):        # adds [mega_moe] to my own sections
         mine: MySection = field(default_factory=MySection)
 
-or, for a ``JobConfig`` that cannot change its base, ``JobConfig = with_mega_moe(JobConfig)``.
+or, for a ``JobConfig`` that cannot change its base, ``JobConfig = with_mega_moe(JobConfig)``. Such a
+module must not use ``from __future__ import annotations``: TorchTitan reads the fields' types.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class MegaMoEConverter:
             return
         refuse_unsupported(job_config, parallel_dims, spec, moe_args)
         self.count_in_recompute = has_own_load_balancing(spec)
-        self.ep_mesh = parallel_dims.get_optional_mesh("ep")
+        self.ep_mesh = parallel_dims.get_mesh("ep") if parallel_dims.ep_enabled else None
         group = None if self.ep_mesh is None else self.ep_mesh.get_group()
         self.backend = resolve_backend(torch.device(device_type), group, self.config)
 

@@ -1,0 +1,145 @@
+"""Which jobs the converter takes, which it refuses and what it says; nothing is trained."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from titan_configs import EPS, REFUSED
+from titan_harness import REPOSITORY, Runs
+
+FOUND_AND_FIX = {
+    "tensor parallel": ("tensor_parallel_degree is 2", "set it to 1"),
+    "expert tensor parallel": ("expert_tensor_parallel_degree is 2", "set it to 1"),
+    "pipeline parallel": ("pipeline_parallel_degree is 2", "set it to 1"),
+    "grouped quantization": ("quantize.grouped_mm.float8", "take"),
+    "indivisible experts": ("expert_parallel_degree is 4", "divisor of 6"),
+    "ep beyond the shards": ("expert_parallel_degree is 4", "= 2"),
+    "unknown backend": ("'magic'", "must be one of"),
+    "unknown precision": ("'fp3'", "must be one of"),
+    "negative bound": ("-5", "≥ 0"),
+    "torchtitan's deepep switch": ("expert_parallel_comm_backend", 'backend = "deepep"'),
+    "score before experts": ("score_before_experts = True", "score_before_experts = False"),
+    "another MoE model": ("'deepseek_v3'", "qwen3"),
+    "balancing without coefficient": ("load_balance_coeff", "turn load_balancing off"),
+    "deepep without CUDA": ("CUDA", "all_to_all"),
+    "mxfp8": ("mxfp8", "bf16"),
+}
+DENSE = ("debugmodel", "0.6B", "1.7B", "4B", "8B", "14B", "32B")
+SPARSE = ("debugmodel_moe", "30B-A3B", "235B-A22B")
+
+
+@pytest.mark.parametrize("job", REFUSED)
+def test_unsupported_job_starts_anyway(runs: Runs, job: str) -> None:
+    said = runs.alone("refusals")[job]
+    assert said.startswith(("ConfigError: ", "UnsupportedError: "))
+    for words in FOUND_AND_FIX[job]:
+        assert words in said
+    assert "\n" not in said
+
+
+def test_every_flavour_is_tried(runs: Runs) -> None:
+    assert len(runs.alone("configs")) == len(DENSE + SPARSE) * len(EPS) * 2
+
+
+@pytest.mark.parametrize("ep", EPS)
+@pytest.mark.parametrize("flavor", SPARSE)
+def test_converter_is_silently_ignored_or_changes_the_layout(runs: Runs, flavor: str, ep: int) -> None:
+    out = runs.alone("configs")
+    on, off = out[f"{flavor} EP={ep} on"], out[f"{flavor} EP={ep} off"]
+    assert (on["blocks"], off["blocks"]) == (["MegaMoE"], ["MoE"])
+    assert on["layout"] == off["layout"]
+    assert len(on["said"]) == 1
+    assert f"2 MoE blocks of qwen3 {flavor} run on backend" in on["said"][0]
+    assert f"EP={ep}," in on["said"][0]
+
+
+@pytest.mark.parametrize("ep", EPS)
+@pytest.mark.parametrize("flavor", DENSE)
+def test_dense_model_is_changed(runs: Runs, flavor: str, ep: int) -> None:
+    out = runs.alone("configs")
+    on, off = out[f"{flavor} EP={ep} on"], out[f"{flavor} EP={ep} off"]
+    assert on["layout"] == off["layout"]
+    assert on["blocks"] == []
+    assert on["said"] == [f"mega_moe: qwen3 {flavor} is dense, so the converter leaves it as it is"]
+
+
+@pytest.mark.parametrize(
+    ("job", "tokens"), [("default", 2 * 64), ("context parallel", 64), ("validation", 3 * 256), ("given", 77)]
+)
+def test_bound_on_tokens_misses_a_rank_s_batch(runs: Runs, job: str, tokens: int) -> None:
+    assert runs.alone("sections")[job]["max_tokens_per_rank"] == tokens
+
+
+def test_option_does_not_reach_the_op(runs: Runs) -> None:
+    out = runs.alone("sections")
+    assert (out["given"]["comm_sms"], out["default"]["comm_sms"]) == (8, 0)
+    assert out["default"]["backend"] == "reference"
+
+
+@pytest.mark.parametrize("way", ["inherited", "wrapped"])
+def test_another_custom_config_module_cannot_compose(runs: Runs, way: str) -> None:
+    assert runs.alone("sections")[way] == ["reference", 7]
+
+
+def test_wrong_job_config_is_wrapped(runs: Runs) -> None:
+    out = runs.alone("sections")
+    assert "not a dataclass" in out["no dataclass"]
+    assert "already has a section mega_moe" in out["twice"]
+
+
+def _python(code: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+
+
+def test_importing_the_integration_imports_torchtitan() -> None:
+    code = """
+import sys
+import titan_megamoe.torchtitan, titan_megamoe.torchtitan.launch
+assert not any(name.split('.')[0] == 'torchtitan' for name in sys.modules)
+"""
+    finished = _python(code)
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_missing_torchtitan_is_a_puzzle() -> None:
+    finished = _python(
+        """
+import sys
+sys.modules['torchtitan'] = None
+from titan_megamoe.torchtitan import JobConfig
+"""
+    )
+    assert finished.returncode == 1
+    last = finished.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: titan_megamoe.torchtitan needs TorchTitan")
+    assert "pip install" in last
+
+
+def test_shim_comes_too_late_in_silence() -> None:
+    finished = _python(
+        """
+import torchtitan.tools.utils
+from titan_megamoe.torchtitan import cpu_shim
+cpu_shim.apply()
+"""
+    )
+    assert finished.returncode == 1
+    assert "before the CPU shim was applied" in finished.stderr
+
+
+def test_shim_acts_beside_a_gpu() -> None:
+    finished = _python(
+        """
+import torch
+torch.cuda.is_available = lambda: True
+from titan_megamoe.torchtitan import cpu_shim
+cpu_shim.apply()
+"""
+    )
+    assert finished.returncode == 1
+    assert "a CUDA device is visible" in finished.stderr
