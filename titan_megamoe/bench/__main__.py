@@ -1,4 +1,7 @@
-"""`python -m titan_megamoe.bench layer`: starts one process per GPU by itself, or joins torchrun's."""
+"""`python -m titan_megamoe.bench layer` measures, `report` writes the tables of README and docs.
+
+`layer` starts one process per GPU by itself, or joins torchrun's.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,17 @@ import sys
 import torch
 import torch.distributed as dist
 
-from . import layer
+from . import layer, report
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m titan_megamoe.bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     layer.add_arguments(commands.add_parser("layer", help=layer.__doc__))
+    report.add_arguments(commands.add_parser("report", help=report.__doc__))
     args = parser.parse_args()
+    if args.command == "report":
+        return report.run(args)
     if not torch.cuda.is_available():
         print("bench: found no CUDA device; layer times are measured on NVIDIA GPUs.", file=sys.stderr)
         return 2

@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-routed-rows", type=int, default=0)
     parser.add_argument("--no-ceilings", action="store_true", help="skip the ideal time")
     parser.add_argument("--no-check", action="store_true", help="skip the comparison with fp64 values")
+    parser.add_argument("--commit", default="", help="what to record where git cannot say")
     parser.add_argument("--out", default="", help="result file, for example docs/benchmarks/layer.json")
 
 
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     group = dist.group.WORLD if world > 1 else None
     mesh = dist.init_device_mesh("cuda", (world,), mesh_dim_names=("ep",)) if world > 1 else None
     console = Console(quiet=rank != 0)
-    environment = records.environment()
+    environment = records.environment(args.commit)
     made: list[dict[str, Any]] = []
     failed = 0
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())

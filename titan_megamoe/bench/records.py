@@ -59,13 +59,16 @@ def commit() -> str:
     return head + ("+" if changed else "")
 
 
-def environment() -> dict[str, Any]:
-    """What all records of a run share: gpu, versions, commit, date, run."""
+def environment(known_commit: str = "") -> dict[str, Any]:
+    """What all records of a run share: gpu, versions, commit, date, run.
+
+    known_commit: what to record where git cannot say, on a machine that has the files only.
+    """
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return {
         "gpu": gpu,
         "versions": versions(),
-        "commit": commit(),
+        "commit": commit() or known_commit,
         "date": time.strftime("%Y-%m-%d"),
         "run": uuid.uuid4().hex[:12],
     }
