@@ -23,21 +23,21 @@ from titan_megamoe.torchtitan import cpu_shim
 
 cpu_shim.apply()
 
-import torch.distributed as dist  # noqa: E402
-import torch.distributed.checkpoint as dcp  # noqa: E402
-import torchtitan.train as titan_train  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
-from torchtitan.components.optimizer import (  # noqa: E402
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torchtitan.train as titan_train
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torchtitan.components.optimizer import (
     build_optimizers_with_moe_load_balancing,
 )
-from torchtitan.config import ConfigManager  # noqa: E402
-from torchtitan.models import qwen3  # noqa: E402
-from torchtitan.models.moe import MoE, MoEArgs  # noqa: E402
-from torchtitan.protocols import train_spec  # noqa: E402
+from torchtitan.config import ConfigManager
+from torchtitan.models import qwen3
+from torchtitan.models.moe import MoE, MoEArgs
+from torchtitan.protocols import train_spec
 
-from titan_megamoe.torchtitan import register  # noqa: E402
-from titan_megamoe.torchtitan.moe import MegaMoE  # noqa: E402
+from titan_megamoe.torchtitan import register
+from titan_megamoe.torchtitan.moe import MegaMoE
 
 STEPS = 8
 CALM = (
