@@ -222,12 +222,22 @@ def run(rank, world, model, tokens, variants):
         workspace, plan, gate_up, recv, h, rows = staged_forward(Clock(), calls[0], config)
         del h, rows, gate_up, recv
         for kw in variants:
+            kw = {"save": True, **kw}
+
             def one(i, kw=kw):
                 workspace.progress.zero_()
-                dispatch_gemm1(plan, workspace, x, own[0], own[1], save=True, **kw)
+                dispatch_gemm1(plan, workspace, x, own[0], own[1], **kw)
 
             lines.append(f"  dispatch+gemm1 {str(kw):55s} {times_of(one, 8):7.3f}")
-        # A plan of local rows only is what the kernel costs without communication.
+        # The same rows, all local: what the kernel costs without communication.
+        away = plan.row_source < -1
+        plan.row_source.copy_(torch.where(away, (-2 - plan.row_source) % tokens, plan.row_source))
+        plan.recv_count.zero_()
+        for kw in variants[:2]:
+            def local(i, kw=kw):
+                dispatch_gemm1(plan, workspace, x, own[0], own[1], **{"save": True, **kw})
+
+            lines.append(f"  all rows local {str(kw):55s} {times_of(local, 8):7.3f}")
     dist.barrier()
     return lines
 
@@ -241,11 +251,14 @@ def main() -> None:
     args = parser.parse_args()
     variants = []
     if args.variants:
-        for comm in (16, 24, 32):
-            variants.append(dict(comm_sms=comm, stages=3))
-        variants.append(dict(comm_sms=24, stages=4))
-        for per_round in (1200, 2400, 10**9):
-            variants.append(dict(comm_sms=24, rows_per_round=per_round))
+        variants = [
+            dict(),
+            dict(save=False),
+            dict(comm_sms=20),
+            dict(comm_sms=24),
+            dict(comm_sms=32, rows_per_round=2700),
+            dict(comm_sms=24, rows_per_round=2700),
+        ]
     with RankPool(args.world, "cuda", timeout_s=300) as pool:
         for model in args.models.split(","):
             results = pool.run(run, args.world, model, args.tokens, variants)

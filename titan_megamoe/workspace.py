@@ -120,6 +120,8 @@ class Workspace:
         self.delta = torch.tensor(deltas, dtype=torch.int64, device=device)
         self.state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
         self.progress = self.state[PROGRESS_AT:]
+        self._last_stream: torch.cuda.Stream | None = None
+        self._last_call = torch.cuda.Event()
         self.report = torch.zeros(WORDS, dtype=torch.int32, pin_memory=True)
         # Zeroed memory must be in place on every rank before a peer announces its first call.
         torch.cuda.synchronize(device)
@@ -129,6 +131,21 @@ class Workspace:
             "mega_moe: workspace of %.1f MiB per rank for %d tokens × H %d, top-%d, %d ranks",
             size / 2**20, geometry.max_tokens, geometry.hidden, geometry.top_k, geometry.world,
         )  # fmt: skip
+
+    def enter(self) -> None:
+        """Order the current stream after the last call's, if that ran on another one."""
+        if torch.cuda.is_current_stream_capturing():
+            return  # a graph's replays are ordered by who replays them
+        stream = torch.cuda.current_stream(self.memory.device)
+        if self._last_stream is not None and self._last_stream != stream:
+            stream.wait_event(self._last_call)
+
+    def leave(self) -> None:
+        """Mark the end of a call on the current stream."""
+        if torch.cuda.is_current_stream_capturing():
+            return
+        self._last_stream = torch.cuda.current_stream(self.memory.device)
+        self._last_call.record(self._last_stream)
 
     def raise_reported(self, timeout_s: float, max_routed_rows: int) -> None:
         """Raise the fault that an earlier call reported, once. Reads pinned memory, no synchronisation."""

@@ -33,6 +33,7 @@ from .gemm_down import gemm_down
 from .gemm_down_backward import gemm_down_backward
 from .gemm_up_backward import gemm_up_backward
 from .plan_kernels import build_plan
+from .side import beside, now
 from .symmetric import open_call, publish
 from .wgrad import wgrad_down, wgrad_up
 
@@ -89,6 +90,7 @@ class FusedBackend(ExplicitBackend):
         rows = gemm_down(h, w2, plan.tiles, reserved_sms=config.reserved_sms)
         y = torch.empty_like(call.x)
         combine(plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=y)
+        workspace.leave()
         if not save:
             return y, []
         assert gate_up is not None
@@ -110,7 +112,9 @@ class FusedBackend(ExplicitBackend):
         dweights = torch.empty_like(call.topk_weights) if needs.topk_weights else None
         dw1 = dw3 = dw2 = dgu = h = dw_R = rows = None
 
+        x_RH = arrived = None
         dy_RH = expand(plan, dy, workspace.x, workspace.delta, from_peers=shape.world > 1)
+        started = now()
         if needs.x or needs.topk_weights or needs.w1 or needs.w3:
             dgu, h, dw_R = gemm_down_backward(
                 dy_RH, w2, gate_up[0], gate_up[1], plan.row_weight, plan.tiles,
@@ -118,23 +122,32 @@ class FusedBackend(ExplicitBackend):
             )  # fmt: skip
         elif needs.w2:
             h = _activation(gate_up, plan)
+        if needs.w1 or needs.w3:
+            x_RH = torch.empty_like(dy_RH)
+            with beside(started, dy.device) as arrived:
+                expand(plan, call.x, recv, workspace.delta, from_peers=False, out=x_RH)
         if needs.w2:
-            dw2 = wgrad_down(
-                dy_RH, h, plan.tiles, dtype=call.w2.dtype, reserved_sms=reserved
-            )
+            dw2 = wgrad_down(dy_RH, h, plan.tiles, dtype=call.w2.dtype, reserved_sms=reserved)
         if needs.x:
             # dy's rows are not needed any more: their memory takes the rows of dx.
             rows = gemm_up_backward(dgu, w1, w3, plan.tiles, out=dy_RH, reserved_sms=reserved)
-        combine(
-            plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=dx,
-            dweight_parts=None if dw_R is None else dw_R.view(1, -1), dweight=dweights,
+        close = functools.partial(
+            combine, plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows,
+            out=dx, dweight_parts=None if dw_R is None else dw_R.view(1, -1), dweight=dweights,
         )  # fmt: skip
-        if needs.w1 or needs.w3:
-            x_RH = expand(plan, call.x, recv, workspace.delta, from_peers=False)
+        if x_RH is None:
+            close()
+        else:
+            summed = now()
+            arrived.wait()
             dw1, dw3 = wgrad_up(
                 dgu, x_RH, plan.tiles, need_w1=needs.w1, need_w3=needs.w3,
                 dtype=call.w1.dtype, reserved_sms=reserved,
             )  # fmt: skip
+            with beside(summed, dy.device) as closed:
+                close()
+            closed.wait()
+        workspace.leave()
         return Gradients(dx, dweights, dw1, dw3, dw2)
 
     def fake_saved(self, call: MoECall) -> list[Tensor]:
@@ -196,6 +209,7 @@ def _prepare(call: MoECall) -> tuple[Workspace, PlanShape]:
     )
     shape = _plan_shape(call, workspace.geometry.max_tokens)
     workspace.raise_reported(call.config.timeout_s, shape.max_routed_rows)
+    workspace.enter()
     return workspace, shape
 
 

@@ -6,13 +6,17 @@ An expert rank adds its rows of a token in fp32, in the order of the slots, and 
 token's rank adds its own part and the partial sums of rank + 1, rank + 2, … in that order. In a backward the
 gradients of the top-k weights go with them: each slot's value exists on one rank only.
 
-Grid: first one block per (chunk of COMBINE_TOKENS tokens, peer): add, write into the peer's symmetric
-buffer, release the peer's flag of (this rank, chunk) at scope sys. Then one block per own chunk: acquire every
-peer's flag of the chunk, add, write out. Chunk 0 is always sent and awaited, also by a rank without tokens, so
-no rank leaves a call before all others are past their last read from it.
+Grid: sending and receiving blocks, one per chunk of COMBINE_TOKENS tokens and rank. A sending block adds, writes
+into the peer's symmetric buffer and releases the peer's flag of (this rank, chunk) at scope sys. A receiving block
+acquires every peer's flag of its chunk, adds and writes out. LEAD sending blocks come first, then W - 1 sending
+and one receiving in turn: NVLink carries sums of later chunks while HBM serves earlier ones. Chunk 0 is always
+sent and awaited, also by a rank without tokens, so no rank leaves a call before all others are past their last
+read from it.
 
-No deadlock: sending blocks never wait and come first in the order of scheduling; a receiving block waits only for
-peers' sending blocks, or gives up at the timeout, at a peer's notice, or when another block has given up.
+No deadlock: blocks are scheduled in the order of their index. Sending blocks never wait. Take the unfinished
+sending block of lowest chunk on any rank: receiving blocks scheduled before it wait for lower chunks only, all sent,
+so they end and leave their SM to it. Every wait also ends at the timeout, at a peer's notice that it gave up, or
+when another block here has given up.
 """
 
 from __future__ import annotations
@@ -30,15 +34,29 @@ from .symmetric import _GENERATION_BITS, _MAIL, globaltimer, tell_given_up
 
 
 
+BLOCK_TOKENS = 2
+"""Tokens that a block adds at once: enough loads in flight without spilling."""
+LEAD_CHUNKS = 128
+"""Chunks sent to every peer before the first receiving block: their latency, in chunks."""
+
+
 @triton.jit
-def _sum_rows(rows_ptr, slot_row_ptr, slot, live, col, H, K: tl.constexpr, BLOCK_T: tl.constexpr,
+def _rows_of(slot_row_ptr, slot, live, K: tl.constexpr):
+    """slot_row[slot + k] for every k, as a tuple; loaded together, so that no row waits for its index."""
+    rows = ()
+    for k in tl.static_range(K):
+        rows = rows + (tl.load(slot_row_ptr + slot + k, mask=live, other=-1),)
+    return rows
+
+
+@triton.jit
+def _sum_rows(rows_ptr, rows, col, H, K: tl.constexpr, BLOCK_T: tl.constexpr,
               BLOCK_H: tl.constexpr):  # fmt: skip
-    """Σ_k rows[slot_row[slot + k]] of BLOCK_T tokens, fp32; k without a row here adds nothing."""
+    """Σ_k rows[row_k] of BLOCK_T tokens in fp32, in the order of k; a k without a row adds nothing."""
     acc = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
     for k in tl.static_range(K):
-        r = tl.load(slot_row_ptr + slot + k, mask=live, other=-1)
-        mask = (r >= 0)[:, None] & (col < H)[None, :]
-        at = r.to(tl.int64)[:, None] * H + col[None, :]
+        mask = (rows[k] >= 0)[:, None] & (col < H)[None, :]
+        at = rows[k].to(tl.int64)[:, None] * H + col[None, :]
         acc += tl.load(rows_ptr + at, mask=mask, other=0.0).to(tl.float32)
     return acc
 
@@ -79,42 +97,45 @@ def _combine_kernel(
     num_tokens, max_tokens, H, num_parts, pool_rows, signature, timeout_ns,
     WORLD: tl.constexpr, WORLD_P: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr,
     KP: tl.constexpr, E_LOCAL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_DWEIGHT: tl.constexpr,
-    TIMEOUT: tl.constexpr, AHEAD: tl.constexpr, GAVE_UP: tl.constexpr,
+    BLOCK_H: tl.constexpr, LEAD: tl.constexpr, HAS_ROWS: tl.constexpr,
+    HAS_DWEIGHT: tl.constexpr, TIMEOUT: tl.constexpr, AHEAD: tl.constexpr, GAVE_UP: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     num_chunks = tl.cdiv(max_tokens, CHUNK)
-    sending = num_chunks * (WORLD - 1)
+    turn = tl.maximum(block - LEAD, 0)
+    group = turn // WORLD
+    member = turn - group * WORLD
+    is_sender = (block < LEAD) | (member < WORLD - 1)
+    sender = tl.where(block < LEAD, block, LEAD + group * (WORLD - 1) + member)
     ok = tl.load(ok_ptr) != 0
     call = tl.load(state_ptr)
     given_up = tl.load(state_ptr + 1, volatile=True) != 0
     token_in = tl.arange(0, BLOCK_T)
     k_range = tl.arange(0, KP)
 
-    if block < sending:
-        chunk = block // (WORLD - 1)
-        peer = (RANK + 1 + block - chunk * (WORLD - 1)) % WORLD
+    if is_sender:
+        PEERS: tl.constexpr = WORLD - 1 if WORLD > 1 else 1
+        chunk = sender // PEERS
+        peer = (RANK + 1 + sender - chunk * PEERS) % WORLD
         theirs = tl.load(tokens_ptr + peer)
-        if ((chunk * CHUNK < theirs) | (chunk == 0)) & ok & (given_up == 0):
+        needed = (chunk * CHUNK < theirs) | (chunk == 0)
+        if needed & (chunk < num_chunks) & ok & (given_up == 0):
             start = tl.load(delta_ptr + peer)
             slot_of_peer = (RANK - peer + WORLD - 1) % WORLD  # my place among the peer's peers
             partial = sym_partial_ptr + tl.multiple_of(start // 2, 16)
             partial += slot_of_peer.to(tl.int64) * max_tokens * H
-            for first in tl.static_range(0, CHUNK, BLOCK_T):
+            for first in tl.range(0, CHUNK, BLOCK_T, num_stages=1):
                 token = chunk * CHUNK + first + token_in
                 live = token < theirs
                 slot = (peer * max_tokens + token) * K
                 if HAS_ROWS:
-                    any_row = tl.full([BLOCK_T], -1, tl.int32)
-                    for k in tl.static_range(K):
-                        any_row = tl.maximum(
-                            any_row, tl.load(slot_row_ptr + slot + k, mask=live, other=-1)
-                        )
+                    rows = _rows_of(slot_row_ptr, slot, live, K)
+                    any_row = rows[0]
+                    for k in tl.static_range(1, K):
+                        any_row = tl.maximum(any_row, rows[k])
                     for h in tl.range(0, H, BLOCK_H, num_stages=1):
                         col = h + tl.arange(0, BLOCK_H)
-                        acc = _sum_rows(
-                            rows_ptr, slot_row_ptr, slot, live, col, H, K, BLOCK_T, BLOCK_H
-                        )
+                        acc = _sum_rows(rows_ptr, rows, col, H, K, BLOCK_T, BLOCK_H)
                         mask_h = (any_row >= 0)[:, None] & (col < H)[None, :]
                         at_h = token.to(tl.int64)[:, None] * H + col[None, :]
                         tl.store(partial + at_h, acc.to(tl.bfloat16), mask=mask_h)
@@ -129,7 +150,7 @@ def _combine_kernel(
             flag = flags_ptr + start // 4 + RANK * num_chunks + chunk
             tl.atomic_xchg(flag, call, sem="release", scope="sys")
     else:
-        chunk = block - sending
+        chunk = group
         if (chunk * CHUNK < num_tokens) | (chunk == 0):
             ready = ok & (given_up == 0)
             if WORLD > 1:
@@ -156,7 +177,7 @@ def _combine_kernel(
                             )
                             _report(report_ptr, code, signature, peer, call, seen, call)
             bad = tl.where(ready, 0.0, float("nan"))
-            for first in tl.static_range(0, CHUNK, BLOCK_T):
+            for first in tl.range(0, CHUNK, BLOCK_T, num_stages=1):
                 token = chunk * CHUNK + first + token_in
                 live = token < num_tokens
                 slot = (RANK * max_tokens + token) * K
@@ -167,11 +188,10 @@ def _combine_kernel(
                     ).to(tl.int32)
                     owner = tl.where(ids >= 0, ids // E_LOCAL, -1)
                 if HAS_ROWS:
+                    rows = _rows_of(slot_row_ptr, slot, live & ready, K)
                     for h in tl.range(0, H, BLOCK_H, num_stages=1):
                         col = h + tl.arange(0, BLOCK_H)
-                        acc = _sum_rows(
-                            rows_ptr, slot_row_ptr, slot, live & ready, col, H, K, BLOCK_T, BLOCK_H
-                        )
+                        acc = _sum_rows(rows_ptr, rows, col, H, K, BLOCK_T, BLOCK_H)
                         at_h = token.to(tl.int64)[:, None] * H + col[None, :]
                         mask_h = live[:, None] & (col < H)[None, :]
                         for i in tl.static_range(1, WORLD):
@@ -231,7 +251,9 @@ def combine(
     dummy = plan.flat
     parts = 1 if dweight_parts is None else dweight_parts.shape[0]
     block_h = min(triton.next_power_of_2(hidden), 1024)
-    _combine_kernel[(num_chunks * (shape.world - 1) + own,)](
+    lead = min(LEAD_CHUNKS, num_chunks) * (shape.world - 1)
+    groups = max(num_chunks - lead, own) if shape.world > 1 else own
+    _combine_kernel[(lead + groups * shape.world,)](
         dummy if rows is None else rows, plan.slot_row, plan.tokens, plan.ok, ids,
         dummy if out is None else out, dummy if dweight_parts is None else dweight_parts,
         dummy if dweight is None else dweight, workspace.partial, workspace.dweight,
@@ -240,7 +262,7 @@ def combine(
         int(min(timeout_s, 1e9) * 1e9), WORLD=shape.world,
         WORLD_P=max(triton.next_power_of_2(shape.world), 2), RANK=shape.rank, K=top_k,
         KP=triton.next_power_of_2(top_k), E_LOCAL=shape.num_local_experts, CHUNK=COMBINE_TOKENS,
-        BLOCK_T=4, BLOCK_H=block_h, HAS_ROWS=rows is not None,
+        BLOCK_T=BLOCK_TOKENS, BLOCK_H=block_h, LEAD=lead, HAS_ROWS=rows is not None,
         HAS_DWEIGHT=dweight is not None, TIMEOUT=status.TIMEOUT_COMBINE,
         AHEAD=status.PEER_AHEAD, GAVE_UP=status.PEER_GAVE_UP, num_warps=4,
     )  # fmt: skip

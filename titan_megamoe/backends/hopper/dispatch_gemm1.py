@@ -44,7 +44,7 @@ BLOCK_K = 64
 CHUNK_ROWS = 16
 """Tokens per chunk of the receive buffer: the unit of readiness."""
 MAX_COMM_BLOCKS = 32
-DEFAULT_COMM_SMS = 24
+DEFAULT_COMM_SMS = 32
 
 # Tokens that all communication blocks fetch while a GEMM block computes one tile: 300 GB/s
 # against 5.4 TFLOP/s per SM. Both sides scale with H, so this does not depend on the shape.
@@ -81,29 +81,55 @@ def _block_barrier(value):
 
 
 @triton.jit
+def _load_piece(
+    piece, last, block, sym_x_ptr, delta_ptr, recv_token_ptr, recv_count, max_tokens,
+    H: tl.constexpr, COMM_BLOCKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_H: tl.constexpr,
+    PIECES: tl.constexpr,
+):  # fmt: skip
+    """The piece-th (chunk, columns) of this block, from the peers; nothing past the last."""
+    chunk = block + piece // PIECES * COMM_BLOCKS
+    j = chunk * CHUNK + tl.arange(0, CHUNK)
+    live = (j < recv_count) & (piece < last)
+    flat = tl.load(recv_token_ptr + j, mask=live, other=0)
+    source = flat // max_tokens
+    token = flat - source * max_tokens
+    start = tl.load(delta_ptr + source, mask=live, other=0) // 2 + token.to(tl.int64) * H
+    start = tl.multiple_of(start, [8])
+    col = piece % PIECES * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask = live[:, None] & (col < H)[None, :]
+    return tl.load(sym_x_ptr + start[:, None] + col[None, :], mask=mask)
+
+
+@triton.jit
 def _fetch_chunks(
     block, recv_ptr, sym_x_ptr, delta_ptr, recv_token_ptr, recv_count, progress_ptr, max_tokens,
     H: tl.constexpr, COMM_BLOCKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Copy chunks block, block + COMM_BLOCKS, … of the receive buffer from the peers."""
-    rows = tl.arange(0, CHUNK)
-    done = 0
-    for chunk in tl.range(block, tl.cdiv(recv_count, CHUNK), COMM_BLOCKS, num_stages=1):
-        j = chunk * CHUNK + rows
-        live = j < recv_count
-        flat = tl.load(recv_token_ptr + j, mask=live, other=0)
-        source = flat // max_tokens
-        token = flat - source * max_tokens
-        start = tl.load(delta_ptr + source, mask=live, other=0) // 2 + token.to(tl.int64) * H
-        start = tl.multiple_of(start, [8])
-        for h in tl.range(0, H, BLOCK_H, num_stages=1):
-            col = h + tl.arange(0, BLOCK_H)
-            mask = live[:, None] & (col < H)[None, :]
-            data = tl.load(sym_x_ptr + start[:, None] + col[None, :], mask=mask)
-            tl.store(recv_ptr + j.to(tl.int64)[:, None] * H + col[None, :], data, mask=mask)
-        done += 1
-        tl.debug_barrier()
-        tl.atomic_xchg(progress_ptr + block, done, sem="release", scope="gpu")
+    """Copy chunks block, block + COMM_BLOCKS, … of the receive buffer from the peers.
+
+    A piece is a chunk's next BLOCK_H columns; one piece is on its way while the one before is stored.
+    """
+    PIECES: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    chunks = tl.maximum(tl.cdiv(recv_count, CHUNK) - block + COMM_BLOCKS - 1, 0) // COMM_BLOCKS
+    last = chunks * PIECES
+    data = _load_piece(
+        0, last, block, sym_x_ptr, delta_ptr, recv_token_ptr, recv_count, max_tokens, H,
+        COMM_BLOCKS, CHUNK, BLOCK_H, PIECES,
+    )  # fmt: skip
+    for piece in tl.range(0, last, num_stages=1):
+        following = _load_piece(
+            piece + 1, last, block, sym_x_ptr, delta_ptr, recv_token_ptr, recv_count, max_tokens,
+            H, COMM_BLOCKS, CHUNK, BLOCK_H, PIECES,
+        )  # fmt: skip
+        j = (block + piece // PIECES * COMM_BLOCKS) * CHUNK + tl.arange(0, CHUNK)
+        col = piece % PIECES * BLOCK_H + tl.arange(0, BLOCK_H)
+        mask = (j < recv_count)[:, None] & (col < H)[None, :]
+        tl.store(recv_ptr + j.to(tl.int64)[:, None] * H + col[None, :], data, mask=mask)
+        if piece % PIECES == PIECES - 1:
+            tl.debug_barrier()
+            done = piece // PIECES + 1
+            tl.atomic_xchg(progress_ptr + block, done, sem="release", scope="gpu")
+        data = following
 
 
 @triton.jit

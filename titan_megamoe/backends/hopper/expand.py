@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...routing import RoutingPlan
+from .combine import _rows_of
 
 
 @triton.jit
@@ -42,14 +43,14 @@ def _expand_kernel(
     flat = tl.where(is_remote, flat, RANK * max_tokens + at)
     base = tl.where(is_remote, remote_ptr, local_ptr)
     if tl.max(live.to(tl.int32), axis=0) != 0:
+        rows = _rows_of(slot_row_ptr, flat * K, live, K)
         for h in tl.range(0, H, BLOCK_H, num_stages=1):
             col = h + tl.arange(0, BLOCK_H)
             mask = live[:, None] & (col < H)[None, :]
             data = tl.load(base + start[:, None] + col[None, :], mask=mask)
             for k in tl.static_range(K):
-                row = tl.load(slot_row_ptr + flat * K + k, mask=live, other=-1)
-                target = pool_ptr + row.to(tl.int64)[:, None] * H + col[None, :]
-                tl.store(target, data, mask=mask & (row >= 0)[:, None])
+                target = pool_ptr + rows[k].to(tl.int64)[:, None] * H + col[None, :]
+                tl.store(target, data, mask=mask & (rows[k] >= 0)[:, None])
 
 
 def expand(

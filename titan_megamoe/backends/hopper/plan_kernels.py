@@ -264,7 +264,7 @@ def build_plan(
         E_P=max(triton.next_power_of_2(e), 2),
         CHUNK=CHUNK_TOKENS,
     )
-    warps = 8 if sizes["E_P"] >= 64 else 4
+    warps = 8 if sizes["E_P"] > 64 else 4
     _histogram_kernel[(num_chunks,)](
         ids, delta, plan.tokens, hist, num_chunks, per_rank, shape.max_tokens,
         WORLD_P=max(triton.next_power_of_2(world), 2), num_warps=warps, **sizes,
