@@ -15,6 +15,8 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -35,6 +37,9 @@ class Compiled:
 
 
 def _signature(value: Any) -> str:
+    if isinstance(value, GluonDescriptor):
+        block = ", ".join(str(size) for size in value.block_shape)
+        return f"tensordesc<{NAMES[value.base.dtype]}[{block}],{value.layout!r}>"
     if isinstance(value, TensorDescriptor):
         block = ", ".join(str(size) for size in value.block_shape)
         return f"tensordesc<{NAMES[value.base.dtype]}[{block}]>"
@@ -54,7 +59,8 @@ def _compile(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any])
         for i, n in enumerate(kernel.arg_names)
         if isinstance(values.get(n), (Tensor, int))
     }
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=attrs)
+    make = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = make(kernel, signature, constexprs=constants, attrs=attrs)
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     cubin = Path(triton.knobs.cache.dir) / f"{built.hash}.cubin"

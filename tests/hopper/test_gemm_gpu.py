@@ -29,7 +29,9 @@ SHAPES = [(2880, 2880), (2048, 768), (4096, 1536), (8192, 1024), (320, 192), (72
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize(("hidden", "intermediate"), SHAPES)
 def test_kernel_is_wrong_at_a_tile_edge_or_lets_padding_in(hidden, intermediate, counts):
-    cases.check_all(cases.make_pool(hidden, intermediate, COUNTS[counts], "cuda"))
+    """(72, 88) has a contraction that only the plain kernels take."""
+    pool = cases.make_pool(hidden, intermediate, COUNTS[counts], "cuda")
+    cases.check_all(pool, switches=hidden < 1024)
 
 
 def test_results_differ_between_runs_or_with_reserved_sms():

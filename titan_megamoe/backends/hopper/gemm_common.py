@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...errors import ConfigError
@@ -45,6 +47,17 @@ class GemmConfig:
     stages: int = 3
     subtiles: int = 2
     programs_per_sm: int = 1
+
+
+SPECIALIZED = GemmConfig(block_n=256, block_k=64, warps=12, stages=3, subtiles=1)
+"""The tiling of the specialised kernels, which have no other."""
+
+
+def choose_config(config: GemmConfig | None, plain: GemmConfig, contraction: int) -> GemmConfig:
+    """The tiling of a call: as asked for, else specialised where the contraction allows it, else `plain`."""
+    if config is not None:
+        return config
+    return plain if contraction % SPECIALIZED.block_k else SPECIALIZED
 
 
 @functools.lru_cache
@@ -117,6 +130,13 @@ def check_pool(tiles: PoolTiles, rows: int, experts: int) -> None:
 def block_descriptor(x: Tensor, block: Sequence[int]) -> TensorDescriptor:
     """TMA descriptor of a contiguous tensor; elements past any of its bounds read as zero."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
+
+
+def matrix_descriptor(x: Tensor, rows: int, columns: int) -> GluonDescriptor:
+    """TMA descriptor, for the specialised kernels, of a contiguous tensor as one matrix."""
+    matrix = x.view(-1, x.shape[-1])
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return GluonDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], layout)
 
 
 def output_or_new(out: Tensor | None, name: str, shape: Sequence[int], like: Tensor) -> Tensor:

@@ -20,15 +20,19 @@ import triton.language as tl
 from torch import Tensor
 
 from .gemm_common import (
+    SPECIALIZED,
     GemmConfig,
     block_descriptor,
     check_dims,
     check_matrix,
     check_pool,
+    choose_config,
     column_piece,
     grid_size,
+    matrix_descriptor,
     output_or_new,
 )
+from .gemm_specialized import HALF, MAX_REGISTERS, down_specialized_kernel
 from .tiles import BLOCK_M, PoolTiles
 
 DOWN_CONFIG = GemmConfig(block_n=256, block_k=64, warps=8, stages=3, subtiles=2)
@@ -72,7 +76,7 @@ def gemm_down(
     *,
     out: Tensor | None = None,
     reserved_sms: int = 0,
-    config: GemmConfig = DOWN_CONFIG,
+    config: GemmConfig | None = None,
 ) -> Tensor:
     """o_RH[r] = W2[expert of r] · h_RI[r] for the rows of the tiles in use.
 
@@ -82,7 +86,7 @@ def gemm_down(
         tiles: the pool's tables; read on the device.
         out: (R, H) bf16 to write; a new tensor when None.
         reserved_sms: SMs left to other streams.
-        config: the tiling.
+        config: the tiling; None takes the specialised kernel where it fits, else the plain one.
 
     Returns:
         (R, H) bf16, accumulated in fp32. Padding rows hold garbage; rows past the tiles in use are not
@@ -98,7 +102,20 @@ def gemm_down(
     check_matrix("h_RI", h_RI, (rows, intermediate), torch.bfloat16)
     check_matrix("w2", w2, (experts, hidden, intermediate), torch.bfloat16)
     o_RH = output_or_new(out, "out", (rows, hidden), h_RI)
-    c = config
+    c = choose_config(config, DOWN_CONFIG, intermediate)
+    if c == SPECIALIZED:
+        down_specialized_kernel[(grid_size(h_RI.device, c, reserved_sms),)](
+            matrix_descriptor(h_RI, BLOCK_M, c.block_k),
+            matrix_descriptor(w2, c.block_n, c.block_k),
+            matrix_descriptor(o_RH, HALF.value, c.block_n),
+            tiles.tile_expert,
+            tiles.num_tiles,
+            H=hidden,
+            I=intermediate,
+            num_warps=4,
+            maxnreg=MAX_REGISTERS,
+        )
+        return o_RH
     down_kernel[(grid_size(h_RI.device, c, reserved_sms),)](
         block_descriptor(h_RI, (BLOCK_M, c.block_k)),
         block_descriptor(w2, (1, c.block_n, c.block_k)),

@@ -1,6 +1,6 @@
 """The down projection's data gradient with the SwiGLU backward in its epilogue.
 
-    dh'_RI = dy_RH · W2[expert of the row]        (fp32, never stored)
+    dh'_RI = dy_RH · W2[expert of the row]        (fp32; bf16 on its way to the specialised epilogue)
     h      = silu(g) · u                          (recomputed from the saved g, u)
     dw     = <dh', h>                             gradient of the row's top-k weight
     dh     = w · dh'
@@ -27,15 +27,19 @@ import triton.language as tl
 from torch import Tensor
 
 from .gemm_common import (
+    SPECIALIZED,
     GemmConfig,
     block_descriptor,
     check_dims,
     check_matrix,
     check_pool,
+    choose_config,
     column_piece,
     grid_size,
+    matrix_descriptor,
     output_or_new,
 )
+from .gemm_specialized import BLOCK, MAX_REGISTERS, PIECE, down_backward_specialized_kernel
 from .tiles import BLOCK_M, PoolTiles
 
 DOWN_BACKWARD_CONFIG = GemmConfig(block_n=256, block_k=64, warps=8, stages=3, subtiles=8)
@@ -141,7 +145,7 @@ def gemm_down_backward(
     out_dgu: Tensor | None = None,
     out_h: Tensor | None = None,
     reserved_sms: int = 0,
-    config: GemmConfig = DOWN_BACKWARD_CONFIG,
+    config: GemmConfig | None = None,
 ) -> DownBackward:
     """Gradients of gate, up and top-k weight from dy, for the rows of the tiles in use.
 
@@ -156,7 +160,7 @@ def gemm_down_backward(
         out_dgu: (2, R, I) bf16 to write; a new tensor when None.
         out_h: (R, I) bf16 to write; a new tensor when None.
         reserved_sms: SMs left to other streams.
-        config: the tiling.
+        config: the tiling; None takes the specialised kernel where it fits, else the plain one.
 
     Returns:
         DownBackward. Padding rows hold garbage; rows past the tiles in use are not written (dw_R: garbage).
@@ -175,31 +179,48 @@ def gemm_down_backward(
     check_matrix("weight_R", weight_R, (rows,), torch.float32)
     dgu = output_or_new(out_dgu, "out_dgu", (2, rows, intermediate), dy_RH)
     h_RI = output_or_new(out_h, "out_h", (rows, intermediate), dy_RH) if need_h else None
-    c = config
-    column_tiles = triton.cdiv(intermediate, c.block_n)
-    partial = dy_RH.new_empty((column_tiles, rows), dtype=torch.float32) if need_dw else None
-    down_backward_kernel[(grid_size(dy_RH.device, c, reserved_sms),)](
-        block_descriptor(dy_RH, (BLOCK_M, c.block_k)),
-        block_descriptor(w2, (1, c.block_k, c.block_n)),
-        g_RI,
-        u_RI,
-        weight_R,
+    c = choose_config(config, DOWN_BACKWARD_CONFIG, hidden)
+    # Rows of partial sums of dw: one per column tile, or per block of columns in the specialised kernel.
+    parts = triton.cdiv(intermediate, c.block_n)
+    if c == SPECIALIZED:
+        parts *= c.block_n // BLOCK.value
+    partial = dy_RH.new_empty((parts, rows), dtype=torch.float32) if need_dw else None
+    outputs = (
         dgu,
         dgu if h_RI is None else h_RI,
         weight_R if partial is None else partial,
         tiles.tile_expert,
         tiles.num_tiles,
         rows,
-        H=hidden,
-        I=intermediate,
-        NEED_H=need_h,
-        NEED_DW=need_dw,
-        BM=BLOCK_M,
-        BN=c.block_n,
-        BK=c.block_k,
-        SUB=c.subtiles,
-        num_warps=c.warps,
-        num_stages=c.stages,
     )
-    dw_R = None if partial is None else partial[0] if column_tiles == 1 else partial.sum(0)
-    return DownBackward(dgu, h_RI, dw_R)
+    shape = dict(H=hidden, I=intermediate, NEED_H=need_h, NEED_DW=need_dw)
+    grid = (grid_size(dy_RH.device, c, reserved_sms),)
+    if c == SPECIALIZED:
+        down_backward_specialized_kernel[grid](
+            matrix_descriptor(dy_RH, BLOCK_M, c.block_k),
+            matrix_descriptor(w2, c.block_k, c.block_n),
+            matrix_descriptor(g_RI, PIECE.value, BLOCK.value),
+            matrix_descriptor(u_RI, PIECE.value, BLOCK.value),
+            weight_R,
+            *outputs,
+            **shape,
+            num_warps=4,
+            maxnreg=MAX_REGISTERS,
+        )
+    else:
+        down_backward_kernel[grid](
+            block_descriptor(dy_RH, (BLOCK_M, c.block_k)),
+            block_descriptor(w2, (1, c.block_k, c.block_n)),
+            g_RI,
+            u_RI,
+            weight_R,
+            *outputs,
+            **shape,
+            BM=BLOCK_M,
+            BN=c.block_n,
+            BK=c.block_k,
+            SUB=c.subtiles,
+            num_warps=c.warps,
+            num_stages=c.stages,
+        )
+    return DownBackward(dgu, h_RI, None if partial is None else partial.sum(0))

@@ -24,15 +24,19 @@ import triton.language as tl
 from torch import Tensor
 
 from .gemm_common import (
+    SPECIALIZED,
     GemmConfig,
     block_descriptor,
     check_dims,
     check_matrix,
     check_pool,
+    choose_config,
     column_piece,
     grid_size,
+    matrix_descriptor,
     output_or_new,
 )
+from .gemm_specialized import HALF, MAX_REGISTERS, up_specialized_kernel
 from .tiles import BLOCK_M, PoolTiles
 
 UP_CONFIG = GemmConfig(block_n=128, block_k=64, warps=8, stages=3, subtiles=2)
@@ -106,7 +110,7 @@ def gemm_up(
     out_h: Tensor | None = None,
     out_gu: Tensor | None = None,
     reserved_sms: int = 0,
-    config: GemmConfig = UP_CONFIG,
+    config: GemmConfig | None = None,
 ) -> Up:
     """h'[r] = w[r] · silu(W1[e] x[r]) · (W3[e] x[r]) for the rows of the tiles in use.
 
@@ -119,7 +123,8 @@ def gemm_up(
         out_h: (R, I) bf16 to write; a new tensor when None.
         out_gu: (2, R, I) bf16 to write; a new tensor when None.
         reserved_sms: SMs left to other streams.
-        config: the tiling; block_n columns of gate and as many of up make one tile.
+        config: the tiling; None takes the specialised kernel where it fits, else the plain one, in which
+            block_n columns of gate and as many of up make one tile.
 
     Returns:
         Up. Padding rows hold garbage; rows past the tiles in use are not written.
@@ -137,7 +142,26 @@ def gemm_up(
     check_matrix("weight_R", weight_R, (rows,), torch.float32)
     h_RI = output_or_new(out_h, "out_h", (rows, intermediate), x_RH)
     gu = output_or_new(out_gu, "out_gu", (2, rows, intermediate), x_RH) if save else None
-    c = config
+    c = choose_config(config, UP_CONFIG, hidden)
+    if c == SPECIALIZED:
+        half = c.block_n // 2
+        up_specialized_kernel[(grid_size(x_RH.device, c, reserved_sms),)](
+            matrix_descriptor(x_RH, BLOCK_M, c.block_k),
+            matrix_descriptor(w1, half, c.block_k),
+            matrix_descriptor(w3, half, c.block_k),
+            weight_R,
+            h_RI,
+            matrix_descriptor(h_RI if gu is None else gu, HALF.value, half),
+            tiles.tile_expert,
+            tiles.num_tiles,
+            rows,
+            H=hidden,
+            I=intermediate,
+            SAVE=save,
+            num_warps=4,
+            maxnreg=MAX_REGISTERS,
+        )
+        return Up(h_RI, gu)
     piece = c.block_n // c.subtiles
     h_desc = block_descriptor(h_RI, (BLOCK_M, piece))
     up_kernel[(grid_size(x_RH.device, c, reserved_sms),)](

@@ -20,15 +20,19 @@ import triton.language as tl
 from torch import Tensor
 
 from .gemm_common import (
+    SPECIALIZED,
     GemmConfig,
     block_descriptor,
     check_dims,
     check_matrix,
     check_pool,
+    choose_config,
     column_piece,
     grid_size,
+    matrix_descriptor,
     output_or_new,
 )
+from .gemm_specialized import HALF, MAX_REGISTERS, up_backward_specialized_kernel
 from .tiles import BLOCK_M, PoolTiles
 
 UP_BACKWARD_CONFIG = GemmConfig(block_n=256, block_k=32, warps=8, stages=3, subtiles=2)
@@ -77,7 +81,7 @@ def gemm_up_backward(
     *,
     out: Tensor | None = None,
     reserved_sms: int = 0,
-    config: GemmConfig = UP_BACKWARD_CONFIG,
+    config: GemmConfig | None = None,
 ) -> Tensor:
     """dx_RH[r] = W1[e]ᵀ · dg[r] + W3[e]ᵀ · du[r] for the rows of the tiles in use.
 
@@ -87,7 +91,8 @@ def gemm_up_backward(
         tiles: the pool's tables; read on the device.
         out: (R, H) bf16 to write; a new tensor when None.
         reserved_sms: SMs left to other streams.
-        config: the tiling; block_k columns of dg and as many of du make one step.
+        config: the tiling; None takes the specialised kernel where it fits, else the plain one, in which
+            block_k columns of dg and as many of du make one step.
 
     Returns:
         (R, H) bf16, accumulated in fp32. Padding rows hold garbage; rows past the tiles in use are not
@@ -104,7 +109,22 @@ def gemm_up_backward(
     check_matrix("w1", w1, (experts, intermediate, hidden), torch.bfloat16)
     check_matrix("w3", w3, (experts, intermediate, hidden), torch.bfloat16)
     dx_RH = output_or_new(out, "out", (rows, hidden), dgu)
-    c = config
+    c = choose_config(config, UP_BACKWARD_CONFIG, intermediate)
+    if c == SPECIALIZED:
+        up_backward_specialized_kernel[(grid_size(dgu.device, c, reserved_sms),)](
+            matrix_descriptor(dgu, BLOCK_M, c.block_k),
+            matrix_descriptor(w1, c.block_k, c.block_n),
+            matrix_descriptor(w3, c.block_k, c.block_n),
+            matrix_descriptor(dx_RH, HALF.value, c.block_n),
+            tiles.tile_expert,
+            tiles.num_tiles,
+            rows,
+            H=hidden,
+            I=intermediate,
+            num_warps=4,
+            maxnreg=MAX_REGISTERS,
+        )
+        return dx_RH
     up_backward_kernel[(grid_size(dgu.device, c, reserved_sms),)](
         block_descriptor(dgu, (1, BLOCK_M, c.block_k)),
         block_descriptor(w1, (1, c.block_k, c.block_n)),

@@ -36,7 +36,7 @@ from .gemm_common import (
 )
 from .tiles import PoolTiles
 
-WGRAD_CONFIG = GemmConfig(block_n=256, block_k=64, warps=8, stages=3, subtiles=2)
+WGRAD_CONFIG = GemmConfig(block_n=256, block_k=64, warps=8, stages=4, subtiles=2)
 WGRAD_ROWS = 128
 """Rows of one output tile of a weight gradient."""
 
