@@ -1,0 +1,124 @@
+"""Dispatch + GEMM1, combine and expansion on one rank in Triton's interpreter, against PyTorch.
+
+Each test is one process that runs all sizes: Triton decides at import whether it interprets.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SETUP = """
+import sys, torch
+sys.path[:0] = {path!r}
+from gemm_cases import mend_interpreter
+mend_interpreter()
+from types import SimpleNamespace
+from titan_megamoe.routing import PlanShape, plan_reference
+from titan_megamoe.backends.hopper import dispatch_gemm1 as d
+from titan_megamoe.backends.hopper.combine import combine
+from titan_megamoe.backends.hopper.expand import expand
+
+d.sm_count = lambda device: 3
+LIMIT = 6e-3  # the interpreter truncates to bf16
+NAN = float("nan")
+
+def close(a, b):
+    error = ((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30)).item()
+    assert error < LIMIT, error
+
+def case(T, K, e, H, I):
+    torch.manual_seed(0)
+    ids = torch.randint(-1, e, (T, K), dtype=torch.int32)
+    weights = torch.rand(T, K)
+    shape = PlanShape(1, 0, K, e, T, T * K)
+    plan = plan_reference([ids], [weights], shape)
+    x = torch.randn(T, H).bfloat16()
+    state = torch.zeros(64, dtype=torch.int32)
+    delta = torch.zeros(1, dtype=torch.int64)
+    workspace = SimpleNamespace(
+        x=x, delta=delta, state=state, progress=state[32:], report=state[48:], mail=state,
+        flags=state, partial=x, dweight=weights,
+    )
+    return ids, shape, plan, x, workspace
+
+for sizes in [(21, 2, 3, 64, 128), (9, 3, 2, 72, 136), (40, 1, 1, 128, 64)]:
+    print(sizes, file=sys.stderr)
+    T, K, e, H, I = sizes
+    ids, shape, plan, x, workspace = case(*sizes)
+"""
+
+GEMM1 = """
+    for swap in (False, True):
+        w1, w3 = (torch.randn(e, I, H).bfloat16() * H**-0.5 for _ in range(2))
+        if swap:
+            both = torch.stack([w3, w1])
+            w3, w1 = both[0], both[1]
+        h, gate_up, recv = d.dispatch_gemm1(plan, workspace, x, w1, w3, save=True)
+        for i in range(e):
+            start, count = int(plan.offs[i]), int(plan.counts[i])
+            rows = slice(start, start + count)
+            mine = x[plan.row_source[rows].long()].double()
+            gate, up = mine @ w1[i].double().T, mine @ w3[i].double().T
+            want = torch.nn.functional.silu(gate) * up * plan.row_weight[rows, None].double()
+            if count:
+                close(gate_up[0, rows], gate)
+                close(gate_up[1, rows], up)
+                close(h[rows], want)
+"""
+
+COMBINE = """
+    rows = torch.randn(shape.pool_rows, H).bfloat16()
+    rows[plan.row_slot < 0] = NAN
+    parts = torch.randn(2, shape.pool_rows)
+    parts[:, plan.row_slot < 0] = NAN
+    y, dw = torch.full((T, H), 7.0).bfloat16(), torch.full((T, K), 7.0)
+
+    def run():
+        combine(plan, workspace, ids, 2, 1.0, rows=rows, out=y, dweight_parts=parts, dweight=dw)
+
+    run()
+    slot_row = plan.slot_row.view(T, K).long()
+    live = slot_row >= 0
+    terms = torch.where(live[..., None], rows[slot_row.clamp(min=0)].double(), 0.0)
+    close(y, terms.sum(1))
+    assert y[~live.any(1)].eq(0).all()
+    assert torch.equal(dw, torch.where(live, parts[:, slot_row.clamp(min=0)].sum(0), 0.0))
+    plan.ok.zero_()
+    run()
+    assert y.isnan().all() and dw.isnan().all()
+"""
+
+EXPAND = """
+    out = torch.zeros(shape.pool_rows, H).bfloat16()
+    pool = expand(plan, x, x, workspace.delta, from_peers=False, out=out)
+    valid = plan.row_slot >= 0
+    assert torch.equal(pool[valid], x[plan.row_source[valid].long()])
+    assert pool[~valid].eq(0).all()
+"""
+
+
+def _run(body: str) -> None:
+    pytest.importorskip("triton")
+    env = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    script = SETUP.format(path=[str(Path(__file__).parent), *sys.path]) + body
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_gate_and_up_are_swapped_or_rows_gathered_wrongly():
+    _run(GEMM1)
+
+
+def test_combine_reads_padding_or_misses_a_slot():
+    _run(COMBINE)
+
+
+def test_expansion_misses_a_slot_or_writes_padding():
+    _run(EXPAND)
