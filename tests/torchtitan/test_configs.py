@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from titan_configs import EPS, REFUSED
+from titan_configs import EPS, REFUSED, job_files
 from titan_harness import REPOSITORY, Runs
 
 FOUND_AND_FIX = {
@@ -88,6 +89,12 @@ def test_wrong_job_config_is_wrapped(runs: Runs) -> None:
     out = runs.alone("sections")
     assert "not a dataclass" in out["no dataclass"]
     assert "already has a section mega_moe" in out["twice"]
+
+
+@pytest.mark.parametrize("path", job_files(), ids=lambda path: path.name)
+def test_shipped_job_file_does_not_start(runs: Runs, path: Path) -> None:
+    out = runs.alone("jobs")[path.name]
+    assert out["blocks"] == ["MegaMoE"] * out["layers"]
 
 
 def _python(code: str) -> subprocess.CompletedProcess[str]:

@@ -160,6 +160,35 @@ def configs() -> dict[str, Any]:
     return out
 
 
+def jobs() -> dict[str, Any]:
+    """Every job file that we ship: parsed, built on meta and converted."""
+    from torchtitan.config import ConfigManager
+    from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3, qwen3_args
+    from torchtitan.protocols.model_converter import build_model_converters
+
+    dist.init_process_group("fake", rank=0, world_size=WORLD)
+    out: dict[str, Any] = {}
+    for path in job_files():
+        config = ConfigManager().parse_args([f"--job.config_file={path}"])
+        config.compile.enable = False  # the model stays on meta
+        dims = dims_of(config)
+        dims.build_mesh()
+        args = qwen3_args[config.model.flavor]
+        args.update_from_config(config)
+        with torch.device("meta"):
+            model: nn.Module = Qwen3Model(args)
+        build_model_converters(config, dims).convert(model)
+        parallelize_qwen3(model, dims, config)
+        blocks = [type(m).__name__ for m in model.modules() if "MoE" in type(m).__name__]
+        out[path.name] = {"blocks": blocks, "layers": args.n_layers, "dim": args.dim}
+    return out
+
+
+def job_files() -> list[Path]:
+    root = Path(__file__).parents[2]
+    return sorted([*root.glob("train_configs/*.toml"), *root.glob("titan_megamoe/**/*.toml")])
+
+
 class _Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
@@ -225,5 +254,5 @@ def sections() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    suite = {"refusals": refusals, "configs": configs, "sections": sections}[sys.argv[1]]
+    suite = {"refusals": refusals, "configs": configs, "sections": sections, "jobs": jobs}[sys.argv[1]]
     Path(sys.argv[2]).write_text(json.dumps(suite()))

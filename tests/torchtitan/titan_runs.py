@@ -2,12 +2,13 @@
 
     torchrun --nproc-per-node W titan_runs.py <suite> <folder with assets> <result.json>
 
-Each suite is a function that makes its runs and returns plain values; rank 0 writes them. The tests in
+A suite is one or more functions that make runs and return plain values; rank 0 writes them. The tests in
 test_parity.py judge. All runs of a suite share one start of the processes, which is most of the cost.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import re
@@ -23,21 +24,21 @@ from titan_megamoe.torchtitan import cpu_shim
 
 cpu_shim.apply()
 
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-import torchtitan.train as titan_train
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torchtitan.components.optimizer import (
+import torch.distributed as dist  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
+import torchtitan.train as titan_train  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+from torchtitan.components.optimizer import (  # noqa: E402
     build_optimizers_with_moe_load_balancing,
 )
-from torchtitan.config import ConfigManager
-from torchtitan.models import qwen3
-from torchtitan.models.moe import MoE, MoEArgs
-from torchtitan.protocols import train_spec
+from torchtitan.config import ConfigManager  # noqa: E402
+from torchtitan.models import qwen3  # noqa: E402
+from torchtitan.models.moe import MoE, MoEArgs  # noqa: E402
+from torchtitan.protocols import train_spec  # noqa: E402
 
-from titan_megamoe.torchtitan import register
-from titan_megamoe.torchtitan.moe import MegaMoE
+from titan_megamoe.torchtitan import register  # noqa: E402
+from titan_megamoe.torchtitan.moe import MegaMoE  # noqa: E402
 
 STEPS = 8
 CALM = (
@@ -75,17 +76,26 @@ qwen3.qwen3_args["tiny"] = qwen3.Qwen3ModelArgs(
     ),
 )
 
+for name, experts, top_k in (("six_experts", 6, 2), ("two_experts", 2, 1)):
+    base = qwen3.qwen3_args["tiny"]
+    moe_args = dataclasses.replace(base.moe_args, num_experts=experts, top_k=top_k)
+    qwen3.qwen3_args[name] = dataclasses.replace(base, moe_args=moe_args)
+
 
 class Runner:
     """Builds trainers from command-line arguments, all from the same full weights."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.weights = folder / f"weights-{dist.get_world_size()}"
-        if dist.get_rank() == 0:
-            _save_full_weights(self.weights)
-        dist.barrier()
         self.count = 0
+
+    def weights(self, flavor: str) -> Path:
+        """A full checkpoint of the flavour, made on first use."""
+        path = self.folder / f"weights-{flavor}-{dist.get_world_size()}"
+        if dist.get_rank() == 0 and not path.exists():
+            _save_full_weights(path, flavor)
+        dist.barrier()
+        return path
 
     def trainer(self, *arguments: str, **options: Any) -> titan_train.Trainer:
         """Arguments are TorchTitan's; options: backend (None = stock), ep, ac, steps."""
@@ -111,13 +121,14 @@ class Runner:
         ep: int,
         ac: str = "none",
         steps: int = STEPS,
+        flavor: str = "tiny",
     ) -> list[str]:
         self.count += 1
         arguments = {
             "job.custom_config_module": "titan_megamoe.torchtitan",
             "job.dump_folder": str(self.folder / f"run-{dist.get_world_size()}-{self.count}"),
             "model.name": "qwen3",
-            "model.flavor": "tiny",
+            "model.flavor": flavor,
             "model.hf_assets_path": str(self.folder / "assets" / "tokenizer"),
             "training.dataset_path": str(self.folder / "assets" / "data"),
             "training.local_batch_size": "2",
@@ -130,7 +141,7 @@ class Runner:
             "metrics.log_freq": "1",
             "debug.seed": "0",
             "comm.trace_buf_size": "0",
-            "checkpoint.initial_load_path": str(self.weights),
+            "checkpoint.initial_load_path": str(self.weights(flavor)),
         }
         if backend is not None:
             arguments["model.converters"] = "mega_moe"
@@ -157,10 +168,10 @@ def _trainer(arguments: list[str]) -> titan_train.Trainer:
     return titan_train.Trainer(ConfigManager().parse_args(arguments))
 
 
-def _save_full_weights(path: Path) -> None:
+def _save_full_weights(path: Path, flavor: str) -> None:
     """One full checkpoint from one generator, so that no two experts are alike on any sharding."""
     with torch.device("meta"):
-        model = qwen3.Qwen3Model(qwen3.qwen3_args["tiny"])
+        model = qwen3.Qwen3Model(qwen3.qwen3_args[flavor])
     generator = torch.Generator().manual_seed(17)
     state = {}
     for key, value in model.state_dict().items():
@@ -222,6 +233,12 @@ def two_ranks(run: Runner) -> dict[str, Any]:
     for name, backend in (("stock", None), ("all_to_all", "all_to_all")):
         out[f"{name} accumulated"] = run.train(*accumulate, backend=backend, ep=2)["printed"]
         out[f"{name} EP=1"] = run.train(backend=backend, ep=1)["printed"]
+    ddp = (
+        "--parallelism.data_parallel_replicate_degree=2",
+        "--parallelism.data_parallel_shard_degree=1",
+    )
+    for name, backend in (("stock", None), ("all_to_all", "all_to_all")):
+        out[f"{name} DDP"] = run.train(*ddp, backend=backend, ep=1)["printed"]
     layers = ("--activation_checkpoint.selective_ac_option=2",)
     out["all_to_all selective layers"] = run.train(*layers, backend="all_to_all", ep=2, ac="selective")[
         "printed"
@@ -395,7 +412,24 @@ def expert_degrees(run: Runner) -> dict[str, Any]:
     return out
 
 
-SUITES = (two_ranks, checkpoints, load_balancing, router_gradient, four_ranks, expert_degrees)
+def uneven_shards(run: Runner) -> dict[str, Any]:
+    """Experts that FSDP cannot share out evenly: 3 of an EP rank on 2 shards, 6 on 4, and 1 on 2."""
+    out: dict[str, Any] = {}
+    for flavor, ep in (("six_experts", 2), ("six_experts", 1), ("two_experts", 2)):
+        for name, backend in (("stock", None), ("all_to_all", "all_to_all")):
+            result = run.train(backend=backend, ep=ep, steps=3, flavor=flavor)
+            out[f"{name} {flavor} EP={ep}"] = result["printed"]
+            out[f"{name} {flavor} EP={ep} layout"] = _layout(result["trainer"])
+    return out
+
+
+SUITES: dict[str, tuple[Any, ...]] = {
+    "two_ranks": (two_ranks,),
+    "restarts": (checkpoints, router_gradient),
+    "load_balancing": (load_balancing,),
+    "four_ranks": (four_ranks,),
+    "expert_layouts": (expert_degrees, uneven_shards),
+}
 
 
 def main() -> None:
@@ -403,7 +437,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     logging.getLogger().setLevel(logging.INFO)
     run = Runner(folder)
-    out = {function.__name__: function for function in SUITES}[suite](run)
+    out: dict[str, Any] = {}
+    for function in SUITES[suite]:
+        out |= function(run)
     if dist.get_rank() == 0:
         result.write_text(json.dumps(out))
     dist.destroy_process_group()
