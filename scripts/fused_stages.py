@@ -49,8 +49,7 @@ class Clock:
     def medians(self) -> dict[str, float]:
         torch.cuda.synchronize()
         return {
-            name: statistics.median(a.elapsed_time(b) for a, b in pairs)
-            for name, pairs in self.times.items()
+            name: statistics.median(a.elapsed_time(b) for a, b in pairs) for name, pairs in self.times.items()
         }
 
 
@@ -234,6 +233,7 @@ def run(rank, world, model, tokens, variants):
         plan.row_source.copy_(torch.where(away, (-2 - plan.row_source) % tokens, plan.row_source))
         plan.recv_count.zero_()
         for kw in variants[:2]:
+
             def local(i, kw=kw):
                 dispatch_gemm1(plan, workspace, x, own[0], own[1], **{"save": True, **kw})
 

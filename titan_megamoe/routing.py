@@ -1,15 +1,15 @@
 """The routing plan of one call: where every routed row of this rank comes from and goes to.
 
 Every rank reads all ranks' expert ids and computes the whole plan for its own experts by counting sorts
-(histogram, prefix sum, fill): no atomics, so two runs give the same tables. `plan_reference` says the same in
-plain PyTorch; the kernels are tested against it.
+(histogram, prefix sum, fill): no atomics, so two runs give the same tables. `plan_reference` says the
+same in plain PyTorch; the kernels are tested against it.
 
 Order of the rows of an expert: source rank (this rank first, then rank + 1, … modulo W), token, slot.
-Order of the receive buffer: the lowest local expert that a token needs, then source rank and token as above; a
-token is received once, however many local experts it needs.
+Order of the receive buffer: the lowest local expert that a token needs, then source rank and token as
+above; a token is received once, however many local experts it needs.
 
-Letters: T tokens of a rank (bound T_max), K top-k, E experts, e local experts, W ranks, R routed rows of this
-rank (bound R_max), P pool rows (see backends/hopper/tiles.py).
+Letters: T tokens of a rank (bound T_max), K top-k, E experts, e local experts, W ranks, R routed rows
+of this rank (bound R_max), P pool rows (see backends/hopper/tiles.py).
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class RoutingPlan:
             -1, padding.
         row_slot: (P,) (source · T_max + t) · K + k of each pool row; -1 for padding.
         row_weight: (P,) fp32, top-k weight of each pool row; 0 for padding.
-        slot_row: (W · T_max · K,) pool row of slot (source · T_max + t) · K + k, or -1: not of this rank. Defined
-            for t < tokens[source].
+        slot_row: (W · T_max · K,) pool row of slot (source · T_max + t) · K + k, or -1: not of this rank.
+            Defined for t < tokens[source].
         recv_token: (recv_rows,) source · T_max + t of each row of the receive buffer.
     """
 

@@ -10,8 +10,8 @@ All layers share it; it is allocated at the first call, printed, and freed when 
     x         (T_max, H) bf16          published tokens, or their gradients in a backward
     partial   (W - 1, T_max, H) bf16   partial sums, one slab per peer, rank + 1 first (modulo W)
 
-Peers reach a part of rank r at this rank's address plus delta[r] bytes. With W = 1 nothing is shared, and x and
-partial do not exist. NVLink multicast is not used.
+Peers reach a part of rank r at this rank's address plus delta[r] bytes. With W = 1 nothing is shared,
+and x and partial do not exist. NVLink multicast is not used.
 """
 
 from __future__ import annotations
@@ -158,9 +158,7 @@ class Workspace:
         """Tell the peers that this rank refuses the call they are about to make."""
         from .backends.hopper.symmetric import refuse_call
 
-        refuse_call(
-            self.mail, self.delta, self.state, world=self.geometry.world, rank=self.rank
-        )
+        refuse_call(self.mail, self.delta, self.state, world=self.geometry.world, rank=self.rank)
 
 
 def _symmetric(group: dist.ProcessGroup | None, size: int, device: torch.device) -> tuple[Tensor, list[int]]:
@@ -208,8 +206,8 @@ def get_workspace(
 ) -> Workspace:
     """The workspace for such calls; the first call of a geometry creates it, a collective over the group.
 
-    `max_tokens` 0: the largest `num_tokens` of any rank at the first call, rounded up to a power of two and to
-    MIN_TOKENS. Raises BoundError when this rank's `num_tokens` does not fit.
+    `max_tokens` 0: the largest `num_tokens` of any rank at the first call, rounded up to a power of two,
+    at least MIN_TOKENS. Raises BoundError when this rank's `num_tokens` does not fit.
     """
     key = (max_tokens, top_k, hidden)
     name = group_name(group)

@@ -1,10 +1,11 @@
 """Backend `fused`: one rank's forward and backward, from the kernels of this package.
 
-What a forward saves, for R rows at most (P pool rows with padding): the plan (int32), gate and up (2, P, I)
-bf16, and the receive buffer ((W - 1) · T_max, H) bf16 where w1 or w3 need gradients. x itself is an argument.
+What a forward saves, for R rows at most (P pool rows with padding): the plan (int32), gate and up (2,
+P, I) bf16, and the receive buffer ((W - 1) · T_max, H) bf16 where w1 or w3 need gradients. x itself is
+an argument.
 
-Nothing here waits for the device in the steady state. A fault that only the device can see is reported in pinned
-memory and raised at the next call on this group.
+Nothing here waits for the device in the steady state. A fault that only the device can see is reported
+in pinned memory and raised at the next call on this group.
 
 Passing max_routed_rows is an error on every rank (BoundError), found before any token is computed; several
 passes over the pool are not built yet.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import functools
 import os
 import zlib
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,8 +56,10 @@ class FusedBackend(ExplicitBackend):
             return f"it needs a Hopper GPU (compute capability 9.0), this one has {found}"
         return None if group is None else _one_domain(group)
 
-    def refuse(self, group: dist.ProcessGroup, device: torch.device, reason: str) -> None:
+    def refuse(self, group: dist.ProcessGroup | None, device: torch.device, reason: str) -> None:
         """Peers of a rank that refuses its call get an error, also when they already wait for it."""
+        if group is None:
+            return
         workspace = existing_workspace(group)
         if workspace is not None:
             workspace.refuse()
@@ -110,9 +114,7 @@ class FusedBackend(ExplicitBackend):
         w1, w3, w2 = (w.bfloat16() for w in (call.w1, call.w3, call.w2))
         dx = torch.empty_like(call.x) if needs.x else None
         dweights = torch.empty_like(call.topk_weights) if needs.topk_weights else None
-        dw1 = dw3 = dw2 = dgu = h = dw_R = rows = None
-
-        x_RH = arrived = None
+        dw1 = dw3 = dw2 = dgu = h = dw_R = rows = x_RH = arrived = None
         dy_RH = expand(plan, dy, workspace.x, workspace.delta, from_peers=shape.world > 1)
         started = now()
         if needs.x or needs.topk_weights or needs.w1 or needs.w3:
@@ -127,8 +129,10 @@ class FusedBackend(ExplicitBackend):
             with beside(started, dy.device) as arrived:
                 expand(plan, call.x, recv, workspace.delta, from_peers=False, out=x_RH)
         if needs.w2:
+            assert h is not None
             dw2 = wgrad_down(dy_RH, h, plan.tiles, dtype=call.w2.dtype, reserved_sms=reserved)
         if needs.x:
+            assert dgu is not None
             # dy's rows are not needed any more: their memory takes the rows of dx.
             rows = gemm_up_backward(dgu, w1, w3, plan.tiles, out=dy_RH, reserved_sms=reserved)
         close = functools.partial(
@@ -138,6 +142,7 @@ class FusedBackend(ExplicitBackend):
         if x_RH is None:
             close()
         else:
+            assert dgu is not None and arrived is not None
             summed = now()
             arrived.wait()
             dw1, dw3 = wgrad_up(
@@ -161,7 +166,8 @@ class FusedBackend(ExplicitBackend):
             recv = max(shape.recv_rows, 1)
         else:  # the first call's T decides
             ctx = torch.library.get_ctx()
-            words, pool, recv = (ctx.new_dynamic_size() for _ in range(3))
+            sizes: list[Any] = [ctx.new_dynamic_size() for _ in range(3)]
+            words, pool, recv = sizes
         keep = call.needs.w1 or call.needs.w3
         return [
             x.new_empty(words, dtype=torch.int32),
@@ -213,9 +219,7 @@ def _prepare(call: MoECall) -> tuple[Workspace, PlanShape]:
     return workspace, shape
 
 
-def _open(
-    workspace: Workspace, plan: RoutingPlan, call: MoECall, signature: int, *, backward: bool
-) -> None:
+def _open(workspace: Workspace, plan: RoutingPlan, call: MoECall, signature: int, *, backward: bool) -> None:
     open_call(
         workspace.mail, workspace.delta, workspace.state, workspace.report, plan.tokens,
         plan.call, world=plan.shape.world, rank=plan.shape.rank, signature=signature,

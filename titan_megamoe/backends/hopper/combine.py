@@ -2,26 +2,28 @@
 
     out[t] = Σ over ranks p of bf16( Σ_k rows_p[slot_row_p[t, k]] )        own rank's part in fp32
 
-An expert rank adds its rows of a token in fp32, in the order of the slots, and sends one bf16 partial sum; the
-token's rank adds its own part and the partial sums of rank + 1, rank + 2, … in that order. In a backward the
-gradients of the top-k weights go with them: each slot's value exists on one rank only.
+An expert rank adds its rows of a token in fp32, in the order of the slots, and sends one bf16 partial
+sum; the token's rank adds its own part and the partial sums of rank + 1, rank + 2, … in that order. In
+a backward the gradients of the top-k weights go with them: each slot's value exists on one rank only.
 
-Grid: sending and receiving blocks, one per chunk of COMBINE_TOKENS tokens and rank. A sending block adds, writes
-into the peer's symmetric buffer and releases the peer's flag of (this rank, chunk) at scope sys. A receiving block
-acquires every peer's flag of its chunk, adds and writes out. LEAD sending blocks come first, then W - 1 sending
-and one receiving in turn: NVLink carries sums of later chunks while HBM serves earlier ones. Chunk 0 is always
-sent and awaited, also by a rank without tokens, so no rank leaves a call before all others are past their last
-read from it.
+Grid: sending and receiving blocks, one per chunk of COMBINE_TOKENS tokens and rank. A sending block
+adds, writes into the peer's symmetric buffer and releases the peer's flag of (this rank, chunk) at
+scope sys. A receiving block acquires every peer's flag of its chunk, adds and writes out. LEAD sending
+blocks come first, then W - 1 sending and one receiving in turn: NVLink carries sums of later chunks
+while HBM serves earlier ones. Chunk 0 is always sent and awaited, also by a rank without tokens, so no
+rank leaves a call before all others are past their last read from it.
 
-No deadlock: blocks are scheduled in the order of their index. Sending blocks never wait. Take the unfinished
-sending block of lowest chunk on any rank: receiving blocks scheduled before it wait for lower chunks only, all sent,
-so they end and leave their SM to it. Every wait also ends at the timeout, at a peer's notice that it gave up, or
-when another block here has given up.
+No deadlock: blocks are scheduled in the order of their index. Sending blocks never wait. Take the
+unfinished sending block of lowest chunk on any rank: receiving blocks scheduled before it wait for
+lower chunks only, all sent, so they end and leave their SM to it. Every wait also ends at the timeout,
+at a peer's notice that it gave up, or when another block here has given up.
 """
+
+# ruff: noqa: SIM102
+# A compile-time condition stays apart from a run-time one.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -31,8 +33,6 @@ from . import status
 from .layout import COMBINE_TOKENS
 from .plan_kernels import _report
 from .symmetric import _GENERATION_BITS, _MAIL, globaltimer, tell_given_up
-
-
 
 BLOCK_TOKENS = 2
 """Tokens that a block adds at once: enough loads in flight without spilling."""
@@ -45,7 +45,7 @@ def _rows_of(slot_row_ptr, slot, live, K: tl.constexpr):
     """slot_row[slot + k] for every k, as a tuple; loaded together, so that no row waits for its index."""
     rows = ()
     for k in tl.static_range(K):
-        rows = rows + (tl.load(slot_row_ptr + slot + k, mask=live, other=-1),)
+        rows = rows + (tl.load(slot_row_ptr + slot + k, mask=live, other=-1),)  # type: ignore[assignment]
     return rows
 
 
@@ -172,9 +172,7 @@ def _combine_kernel(
                     if code > 0:
                         if tl.atomic_cas(state_ptr + 1, 0, 1) == 0:
                             tl.store(state_ptr + 2, seen >> _GENERATION_BITS)
-                            tell_given_up(
-                                mail_ptr, delta_ptr, call >> _GENERATION_BITS, WORLD, WORLD_P, RANK
-                            )
+                            tell_given_up(mail_ptr, delta_ptr, call >> _GENERATION_BITS, WORLD, WORLD_P, RANK)
                             _report(report_ptr, code, signature, peer, call, seen, call)
             bad = tl.where(ready, 0.0, float("nan"))
             for first in tl.range(0, CHUNK, BLOCK_T, num_stages=1):
@@ -210,9 +208,7 @@ def _combine_kernel(
                         mask=slot_mask & ready,
                         other=-1,
                     )
-                    value = _weight_gradient(
-                        part_ptr, num_parts, pool_rows, row, slot_mask & (row >= 0)
-                    )
+                    value = _weight_gradient(part_ptr, num_parts, pool_rows, row, slot_mask & (row >= 0))
                     at = token[:, None] * K + k_range[None, :]
                     if WORLD > 1:
                         remote = slot_mask & (owner >= 0) & (owner != RANK) & ready

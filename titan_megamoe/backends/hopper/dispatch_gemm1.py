@@ -13,13 +13,13 @@ Grid: NUM_BLOCKS persistent blocks, one per SM that is not reserved. Roles:
                   rest over all. One flat loop runs over (tile, k), so that loads of the next tile are
                   in flight during an epilogue.
 
-No deadlock: communication blocks never wait, so every chunk is released once they run. A GEMM block waits only
-for chunks, that is for blocks of lower index, and those are scheduled before it. Peers' tokens were published
-before this launch (symmetric.announce), so nothing here waits for another GPU.
+No deadlock: communication blocks never wait, so every chunk is released once they run. A GEMM block
+waits only for chunks, that is for blocks of lower index, and those are scheduled before it. Peers'
+tokens were published before this launch (symmetric.announce), so nothing here waits for another GPU.
 
-Ordering: a chunk's plain stores → block barrier → release of its progress word → acquire by the waiting block
-→ block barrier → gather. The row indices depend on the value that was acquired, so the software pipeline cannot
-move a gather above its wait.
+Ordering: a chunk's plain stores → block barrier → release of its progress word → acquire by the waiting
+block → block barrier → gather. The row indices depend on the value that was acquired, so the software
+pipeline cannot move a gather above its wait.
 """
 
 from __future__ import annotations
@@ -189,9 +189,7 @@ def _dispatch_gemm1_kernel(
             if COMM_BLOCKS > 0:
                 # Row j of the receive buffer is coded -2 - j; chunks [0, needed) must have arrived.
                 needed = (tl.max(-2 - source, axis=0) + CHUNK) // CHUNK
-                share = tl.where(
-                    comm < COMM_BLOCKS, (needed - comm + COMM_BLOCKS - 1) // COMM_BLOCKS, 0
-                )
+                share = tl.where(comm < COMM_BLOCKS, (needed - comm + COMM_BLOCKS - 1) // COMM_BLOCKS, 0)
                 seen = tl.min(_wait_at_least(progress_ptr + comm, share), axis=0)
                 seen = _block_barrier(seen)
                 source = tl.where(seen >= 0, source, -1)

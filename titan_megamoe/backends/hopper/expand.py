@@ -3,13 +3,13 @@
 Used by the backward: for dy, whose remote rows are read from the peers' symmetric buffers, and for x, whose
 remote rows were kept in the forward's receive buffer. A remote row crosses NVLink once.
 
-Grid: blocks of BLOCK_T tokens, alternately remote ones (in the order of the receive buffer) and local ones, so
-that NVLink and HBM are busy together. Blocks wait for nothing. Padding rows of the pool are left undefined.
+Grid: blocks of BLOCK_T tokens, alternately remote ones (in the order of the receive buffer) and local
+ones, so that NVLink and HBM are busy together. Blocks wait for nothing. Padding rows of the pool are
+left undefined.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,8 +1,9 @@
 """One TMA descriptor over two weight tensors: w1 and w3 side by side, without a copy.
 
-A tensor map has a base address and a stride per dimension. With a leading dimension of 2 whose stride is the
-distance between the two tensors, one load brings the same block of both, and one wgmma of twice the width uses it.
-Two products with an accumulator each would be serialised by the assembler (a wait after every wgmma).
+A tensor map has a base address and a stride per dimension. With a leading dimension of 2 whose stride
+is the distance between the two tensors, one load brings the same block of both, and one wgmma of twice
+the width uses it. Two products with an accumulator each would be serialised by the assembler (a wait
+after every wgmma).
 """
 
 from __future__ import annotations
@@ -32,7 +33,5 @@ def pair_descriptor(first: Tensor, second: Tensor, block: list[int]) -> tuple[Te
     else:
         swapped = low.data_ptr() != first.data_ptr()
     shape, strides = list(first.shape), list(first.stride())
-    descriptor = TensorDescriptor(
-        low, [2, *shape], [distance // first.element_size(), *strides], [2, *block]
-    )
+    descriptor = TensorDescriptor(low, [2, *shape], [distance // first.element_size(), *strides], [2, *block])
     return descriptor, swapped

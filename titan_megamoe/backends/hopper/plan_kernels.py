@@ -2,12 +2,12 @@
 
     histogram → prefix sums over chunks → layout and padding → fill
 
-A chunk is CHUNK_TOKENS tokens of one source rank; chunks are numbered by (source in this rank's order, token).
-Four launches on one stream; every block works alone, so nothing can deadlock. The ids of peers are read through
-their symmetric buffers, which `symmetric.open_call` has found complete.
+A chunk is CHUNK_TOKENS tokens of one source rank; chunks are numbered by (source in this rank's order,
+token). Four launches on one stream; every block works alone, so nothing can deadlock. The ids of peers
+are read through their symmetric buffers, which `symmetric.open_call` has found complete.
 
-A call is given up (`ok` = 0, no rows, no tiles) when an id is out of range or a rank passes max_routed_rows.
-Every rank reads the same ids, so all ranks give up alike.
+A call is given up (`ok` = 0, no rows, no tiles) when an id is out of range or a rank passes
+max_routed_rows. Every rank reads the same ids, so all ranks give up alike.
 """
 
 from __future__ import annotations
@@ -249,9 +249,7 @@ def build_plan(
     num_chunks = per_rank * shape.world
     e, world = shape.num_local_experts, shape.world
     columns = 2 * e + 2 * world
-    scratch = torch.empty(
-        columns * num_chunks + columns + 2 * e, dtype=torch.int32, device=plan.flat.device
-    )
+    scratch = torch.empty(columns * num_chunks + columns + 2 * e, dtype=torch.int32, device=plan.flat.device)
     hist = scratch[: columns * num_chunks]
     total = scratch[columns * num_chunks : columns * num_chunks + columns]
     base = scratch[columns * num_chunks + columns :]

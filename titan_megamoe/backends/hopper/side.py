@@ -1,8 +1,9 @@
 """A second stream for memory-bound kernels that run beside a GEMM, and the order in which the two start.
 
-A persistent GEMM block leaves registers of its SM free; blocks of a small kernel fit there and use memory
-bandwidth that the GEMM does not. For that the GEMM must be resident first: `beside` lets the side kernel start a
-few microseconds after its inputs are ready. The order affects time only, never results.
+A persistent GEMM block leaves registers of its SM free; blocks of a small kernel fit there and use
+memory bandwidth that the GEMM does not. For that the GEMM must be resident first: `beside` lets the
+side kernel start a few microseconds after its inputs are ready. The order affects time only, never
+results.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from collections.abc import Iterator
 
 import torch
 import triton
-import triton.language as tl
 
 from .symmetric import globaltimer
 
@@ -38,8 +38,8 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def beside(ready: torch.cuda.Event, device: torch.device) -> Iterator[torch.cuda.Event]:
     """Launch on the side stream, after `ready` and a head start for what the caller has launched.
 
-    Yields an event that is recorded when the block ends: wait for it before using the results. Everything used
-    inside must have been allocated outside and stay referenced until that wait.
+    Yields an event that is recorded when the block ends: wait for it before using the results. Everything
+    used inside must have been allocated outside and stay referenced until that wait.
     """
     side = _side_stream(device)
     done = torch.cuda.Event()

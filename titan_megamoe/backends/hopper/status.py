@@ -41,9 +41,7 @@ def phase_name(signature: int) -> str:
 def error_from(words: Tensor, rank: int, timeout_s: float, max_routed_rows: int) -> MegaMoEError:
     """The error that a report stands for. `words` is (WORDS,) int32 on the CPU, words[0] ≠ 0."""
     code, signature, peer, expected, seen, call = (int(v) for v in words[:6])
-    where = (
-        f"rank {rank} of the expert-parallel group, {phase_name(signature)} call {describe(call)}"
-    )
+    where = f"rank {rank} of the expert-parallel group, {phase_name(signature)} call {describe(call)}"
     same = (
         "Every rank must make the same mega_moe calls in the same order; look for a rank that skips "
         "or adds a call, or has failed."

@@ -5,13 +5,14 @@ open_call   one block. Takes the next call number, writes (signature, T, forward
             peer's mailbox, then releases the mailbox's flag (scope sys), then waits for every peer's.
 refuse      one block. Tells the peers that this rank's call will not come.
 
-A call number is generation · 2^20 + running number. Every rank counts its own calls on the device, so a CUDA
-graph replays correctly. After a call that failed, the next one starts a new generation: stale flags are then
-never equal to what is waited for, and the ranks meet again without the host.
+A call number is generation · 2^20 + running number. Every rank counts its own calls on the device, so a
+CUDA graph replays correctly. After a call that failed, the next one starts a new generation: stale
+flags are then never equal to what is waited for, and the ranks meet again without the host.
 
-No deadlock: the announcement precedes the wait, and every wait ends at the peer's flag, at a flag ahead of ours,
-at a peer's notice that it gave up, or at the timeout. Nobody overwrites what a peer still reads: a rank leaves a
-call only with every peer's partial sums (combine.py), which the peer sends after its last read from us.
+No deadlock: the announcement precedes the wait, and every wait ends at the peer's flag, at a flag ahead
+of ours, at a peer's notice that it gave up, or at the timeout. Nobody overwrites what a peer still
+reads: a rank leaves a call only with every peer's partial sums (combine.py), which the peer sends after
+its last read from us.
 
 Mailbox of a rank: (W, MAIL_WORDS) int32, row r written by rank r:
     flag, signature, T, forward's call number, generation before which rank r has given up
@@ -19,9 +20,11 @@ State of a rank (device memory, int32): call number, given up?, next generation 
 the progress words of the communication blocks.
 """
 
+# ruff: noqa: SIM102
+# A compile-time condition stays apart from a run-time one.
+
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

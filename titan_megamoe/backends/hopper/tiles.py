@@ -62,9 +62,7 @@ class PoolTiles:
         return self.max_tiles * BLOCK_M
 
 
-def tiles_from_counts(
-    counts: Sequence[int], max_routed_rows: int, device: torch.device | str
-) -> PoolTiles:
+def tiles_from_counts(counts: Sequence[int], max_routed_rows: int, device: torch.device | str) -> PoolTiles:
     """The tables for given rows per expert, built on the host: for tests and benchmarks of one GEMM.
 
     Raises:

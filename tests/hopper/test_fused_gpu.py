@@ -1,0 +1,184 @@
+"""Faults of the fused backend that only GPUs can show: ranks out of step, bounds, memory, refusals."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titan_megamoe import MegaMoEConfig, mega_moe
+from titan_megamoe.errors import AgreementError, BoundError, ConfigError, MegaMoEError
+from titan_megamoe.testing.problems import Problem, device_of, ep_group, leaves
+from titan_megamoe.workspace import existing_workspace, release_workspaces, workspace_bytes
+
+pytestmark = pytest.mark.gpu
+
+TWO = pytest.mark.multi_gpu
+CONFIG = MegaMoEConfig(backend="fused", max_tokens_per_rank=64, timeout_s=2.0)
+PROBLEM = Problem(tokens=(64, 64))
+
+
+def _call(rank: int, config: MegaMoEConfig = CONFIG, problem: Problem = PROBLEM, **changes):
+    """y of one forward without gradients, after `changes` to the arguments by position."""
+    *arguments, _ = leaves(problem, rank, device_of(rank))
+    for at, change in changes.items():
+        arguments[int(at[1:])] = change(arguments[int(at[1:])])
+    with torch.no_grad():
+        return mega_moe(*arguments, group=ep_group(problem.world), config=config)
+
+
+def _error_of_next_call(rank: int, config: MegaMoEConfig = CONFIG) -> tuple[str, str]:
+    """Class and text of what the next call raises, once the device is idle."""
+    torch.cuda.synchronize()
+    dist.barrier()
+    try:
+        _call(rank, config)
+    except MegaMoEError as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+def _works_again(rank: int, want: torch.Tensor) -> bool:
+    torch.cuda.synchronize()
+    dist.barrier()
+    y = _call(rank)
+    torch.cuda.synchronize()
+    return torch.equal(y.cpu(), want)
+
+
+def _skipped_call(rank: int):
+    want = _call(rank).cpu()
+    dist.barrier()
+    if rank == 0:
+        _call(rank)  # rank 1 does not come
+    error = ("none", "")
+    torch.cuda.synchronize()
+    dist.barrier()
+    try:
+        _call(rank)  # rank 0 reports its timeout; rank 1 meets the notice that rank 0 gave up
+    except MegaMoEError as caught:
+        error = type(caught).__name__, str(caught)
+    if rank == 1:
+        error = _error_of_next_call(rank)
+    else:
+        torch.cuda.synchronize()
+        dist.barrier()
+    return error, _works_again(rank, want)
+
+
+@TWO
+def test_a_rank_that_skips_a_call_hangs_its_peer_or_breaks_the_next_call(rank_pool):
+    (first, fine0), (second, fine1) = rank_pool(2, "cuda").run(_skipped_call)
+    assert first[0] == AgreementError.__name__, first
+    assert "rank 1" in first[1] and "2 s" in first[1], first
+    assert second[0] == AgreementError.__name__ and "rank 0" in second[1], second
+    assert fine0 and fine1
+
+
+def _other_phase(rank: int):
+    want = _call(rank).cpu()
+    if rank == 0:
+        _call(rank)
+    else:
+        *arguments, _ = leaves(PROBLEM, rank, device_of(rank))
+        mega_moe(*arguments, group=ep_group(2), config=CONFIG)
+    return _error_of_next_call(rank), _works_again(rank, want)
+
+
+@TWO
+def test_an_inference_call_pairs_with_a_peers_training_call(rank_pool):
+    for (kind, text), fine in rank_pool(2, "cuda").run(_other_phase):
+        assert kind == AgreementError.__name__, text
+        assert "inference" in text and "forward" in text and fine, text
+
+
+def _bad_id(rank: int):
+    want = _call(rank).cpu()
+
+    def spoil(ids):
+        ids = ids.clone()
+        if rank == 1:
+            ids[5, 1] = 99
+        return ids
+
+    y = _call(rank, a1=spoil)
+    invalid = bool(y.isnan().all())
+    return _error_of_next_call(rank), invalid, _works_again(rank, want)
+
+
+@TWO
+def test_an_id_out_of_range_reads_past_the_tables_or_goes_unseen(rank_pool):
+    for (kind, text), invalid, fine in rank_pool(2, "cuda").run(_bad_id):
+        assert kind == ConfigError.__name__ and "rank 1 passed 1 expert ids" in text, text
+        assert invalid and fine
+
+
+def _bound(rank: int):
+    want = _call(rank).cpu()
+    config = MegaMoEConfig(backend="fused", max_tokens_per_rank=64, max_routed_rows=150, timeout_s=2.0)
+    _call(rank, config, Problem(tokens=(64, 64), routing="rank0"))
+    return _error_of_next_call(rank, config), _works_again(rank, want)
+
+
+@TWO
+def test_passing_max_routed_rows_drops_tokens_on_some_rank(rank_pool):
+    for (kind, text), fine in rank_pool(2, "cuda").run(_bound):
+        assert kind == BoundError.__name__ and "256 routed rows" in text, text
+        assert "rank 0 would" in text and fine
+
+
+def _too_many_tokens(rank: int):
+    want = _call(rank).cpu()
+    tokens = (64, 80) if rank == 1 else (64, 64)
+    error = ("none", "")
+    try:
+        _call(rank, problem=Problem(tokens=tokens))
+    except MegaMoEError as caught:
+        error = type(caught).__name__, str(caught)
+    if rank == 0:
+        error = _error_of_next_call(rank)
+    else:
+        torch.cuda.synchronize()
+        dist.barrier()
+    return error, _works_again(rank, want)
+
+
+@TWO
+def test_a_rank_with_too_many_tokens_leaves_its_peer_waiting(rank_pool):
+    (peer, fine0), (own, fine1) = rank_pool(2, "cuda").run(_too_many_tokens)
+    assert own[0] == BoundError.__name__ and "80 tokens" in own[1], own
+    assert peer[0] == AgreementError.__name__ and "rank 1 gave up or refused" in peer[1], peer
+    assert fine0 and fine1
+
+
+def _memory(rank: int, rounds: int):
+    config = MegaMoEConfig(backend="fused", max_tokens_per_rank=4096)
+    size = workspace_bytes(world=2, max_tokens_per_rank=4096, top_k=2, hidden=256)
+    *arguments, dy = leaves(PROBLEM, rank, device_of(rank))
+    used = []
+    for _ in range(rounds):
+        group = dist.new_group([0, 1])
+        for _ in range(48):
+            mega_moe(*arguments, group=group, config=config).backward(dy)
+        torch.cuda.synchronize()
+        assert existing_workspace(group).geometry.num_bytes == size
+        dist.barrier()
+        name = group.group_name
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        release_workspaces(name)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        dist.barrier()
+        free, total = torch.cuda.mem_get_info()
+        used.append(total - free)
+    return used
+
+
+@TWO
+def test_workspaces_pile_up_with_layers_or_groups(rank_pool):
+    for used in rank_pool(2, "cuda").run(_memory, 4):
+        assert max(used[1:]) - used[0] < 64 * 2**20, used
