@@ -84,6 +84,12 @@ def test_checkpointing_or_compile_changes_the_numbers(runs: Runs, mode: str) -> 
     _same(out[f"all_to_all {mode}"], out["stock"])
 
 
+def test_selective_checkpointing_communicates_again(runs: Runs) -> None:
+    out = runs(2, "two_ranks")
+    assert out["forwards selective op"] == 3 * STEPS
+    assert out["forwards full"] == 2 * 3 * STEPS
+
+
 def test_validation_disturbs_training(runs: Runs) -> None:
     out = runs(2, "two_ranks")
     _same(out["validated"], out["stock"])

@@ -8,6 +8,7 @@ test_parity.py judge. All runs of a suite share one start of the processes, whic
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -15,6 +16,7 @@ import re
 import sys
 import time
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from torchtitan.models import qwen3  # noqa: E402
 from torchtitan.models.moe import MoE, MoEArgs  # noqa: E402
 from torchtitan.protocols import train_spec  # noqa: E402
 
+from titan_megamoe.backends.all_to_all import AllToAllBackend  # noqa: E402
 from titan_megamoe.torchtitan import register  # noqa: E402
 from titan_megamoe.torchtitan.moe import MegaMoE  # noqa: E402
 
@@ -244,11 +247,33 @@ def two_ranks(run: Runner) -> dict[str, Any]:
         "printed"
     ]
     ops = ("--activation_checkpoint.selective_ac_option=op",)
-    out["all_to_all selective op"] = run.train(*ops, backend="all_to_all", ep=2, ac="selective")["printed"]
+    with _count_forwards() as calls:
+        out["all_to_all selective op"] = run.train(*ops, backend="all_to_all", ep=2, ac="selective")[
+            "printed"
+        ]
+    out["forwards selective op"] = len(calls)
+    with _count_forwards() as calls:
+        run.train(backend="all_to_all", ep=2, ac="full")
+    out["forwards full"] = len(calls)
     compiled = ("--compile.enable", "--compile.components=model", "--compile.backend=aot_eager")
     out["all_to_all compiled"] = run.train(*compiled, backend="all_to_all", ep=2, ac="full")["printed"]
     out["validated"] = _validation(run)
     return out
+
+
+@contextlib.contextmanager
+def _count_forwards() -> Iterator[list[None]]:
+    """One entry for each time that the backend's forward runs."""
+    calls: list[None] = []
+    forward = AllToAllBackend.forward
+
+    def counted(self: AllToAllBackend, call: Any) -> Any:
+        calls.append(None)
+        return forward(self, call)
+
+    AllToAllBackend.forward = counted  # type: ignore[method-assign]
+    yield calls
+    AllToAllBackend.forward = forward  # type: ignore[method-assign]
 
 
 def _validation(run: Runner) -> list[tuple[str, str]]:

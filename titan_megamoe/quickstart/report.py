@@ -47,6 +47,10 @@ def comparison(console: Console, ours: Run, stock: Run | None) -> None:
 
 
 def next_steps(console: Console, out: Path, machine: Machine, seconds: float) -> None:
+    # On the CPU every job needs the seed checkpoint: without it experts of different ranks are twins.
+    path = f"{out}/seed/checkpoint/step-0"
+    seed = f"--checkpoint.enable --checkpoint.load_only --checkpoint.initial_load_path {path}"
+    weights = f" \\\n      {seed}" if machine.cpu else ""
     launcher = "titan_megamoe.torchtitan.train" if machine.cpu else "torchtitan.train"
     console.print(f"\n[bold]Next[/] (this took {seconds:.0f} s)")
     console.print(
@@ -55,7 +59,7 @@ def next_steps(console: Console, out: Path, machine: Machine, seconds: float) ->
     torchrun --nproc-per-node {machine.processes} -m {launcher} \\
       --job.config_file {out}/jobs/mega_moe.toml \\
       --model.hf_assets_path {out}/assets/tokenizer --training.dataset_path {out}/assets/data \\
-      --training.steps 500 --mega_moe.backend reference
+      --training.steps 500 --mega_moe.backend reference{weights}
   Move a TorchTitan job of yours: add to its TOML
     [job]    custom_config_module = "titan_megamoe.torchtitan"
     [model]  converters = ["mega_moe"]
