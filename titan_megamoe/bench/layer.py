@@ -67,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
                     make_inputs(shape, tokens, rank, world, routing, n, weights.w1.device)
                     for n in range(INPUT_SETS)
                 ]
+                shared = {"model": model, "tokens": tokens, "ep": world, "gpus": world, "routing": routing}
                 rows: list[dict[str, Any]] = []
                 with Progress(*columns, console=console, transient=True) as progress:
                     for label in args.impls.split(","):
@@ -80,17 +81,18 @@ def run(args: argparse.Namespace) -> int:
                             )
                             setting = Setting(shape, tokens, weights, group, mesh, config)
                             rows += _measure(label, setting, sets, args, routing, ceilings)
+                            if args.out and rank == 0:  # kept even if a later one is cut off
+                                records.write(
+                                    args.out, [*made, *({**shared, **r, **environment} for r in rows)]
+                                )
                         except (MegaMoEError, ImportError) as error:
                             failed += 1
                             console.print(f"[yellow]{label}: not measured: {error}")
                         progress.remove_task(task)
                         gc.collect()
                         torch.cuda.empty_cache()
-                shared = {"model": model, "tokens": tokens, "ep": world, "gpus": world, "routing": routing}
                 made += [{**shared, **row, **environment} for row in rows]
                 console.print(_table(f"{model}, T={tokens} per rank, EP={world}, {routing}", rows, ceilings))
-                if args.out and rank == 0:
-                    records.write(args.out, made)
     if args.out:
         console.print(f"records: {args.out}")
     return 1 if failed and not made else 0

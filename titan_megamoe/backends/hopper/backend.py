@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...agreement import Phase
+from ...agreement import Phase, announce_refusal
 from ...config import MegaMoEConfig
 from ...routing import PlanShape, RoutingPlan
 from ...workspace import Workspace, existing_workspace, get_workspace
@@ -64,8 +64,6 @@ class FusedBackend(ExplicitBackend):
         if workspace is not None:
             workspace.refuse()
         else:  # the first call: the peers are about to size the workspace together
-            from ..all_to_all import announce_refusal
-
             announce_refusal(group, device, reason)
 
     def forward(self, call: MoECall) -> tuple[Tensor, list[Tensor]]:
@@ -114,8 +112,10 @@ class FusedBackend(ExplicitBackend):
         w1, w3, w2 = (w.bfloat16() for w in (call.w1, call.w3, call.w2))
         dx = torch.empty_like(call.x) if needs.x else None
         dweights = torch.empty_like(call.topk_weights) if needs.topk_weights else None
-        dw1 = dw3 = dw2 = dgu = h = dw_R = rows = x_RH = arrived = None
+        dw1 = dw3 = dw2 = dgu = h = dw_R = rows = arrived = None
         dy_RH = expand(plan, dy, workspace.x, workspace.delta, from_peers=shape.world > 1)
+        # Allocated before the event: memory taken later may still be written by work queued after it.
+        x_RH = torch.empty_like(dy_RH) if needs.w1 or needs.w3 else None
         started = now()
         if needs.x or needs.topk_weights or needs.w1 or needs.w3:
             dgu, h, dw_R = gemm_down_backward(
@@ -124,8 +124,7 @@ class FusedBackend(ExplicitBackend):
             )  # fmt: skip
         elif needs.w2:
             h = _activation(gate_up, plan)
-        if needs.w1 or needs.w3:
-            x_RH = torch.empty_like(dy_RH)
+        if x_RH is not None:
             with beside(started, dy.device) as arrived:
                 expand(plan, call.x, recv, workspace.delta, from_peers=False, out=x_RH)
         if needs.w2:

@@ -39,7 +39,8 @@ def beside(ready: torch.cuda.Event, device: torch.device) -> Iterator[torch.cuda
     """Launch on the side stream, after `ready` and a head start for what the caller has launched.
 
     Yields an event that is recorded when the block ends: wait for it before using the results. Everything
-    used inside must have been allocated outside and stay referenced until that wait.
+    used inside must have been allocated before `ready` was recorded, and stay referenced until that wait:
+    the allocator hands out memory in the order of the caller's stream only.
     """
     side = _side_stream(device)
     done = torch.cuda.Event()
