@@ -42,8 +42,8 @@ from titan_megamoe.quickstart.assets import Assets, prepare  # noqa: E402
 from titan_megamoe.torchtitan.launch import JobFailed, Step, run_job, without_converters  # noqa: E402
 
 JOBS = {
-    "qwen3-30b-a3b": ("train_configs/qwen3_30b_8layers.toml", "30B-A3B", 8),
-    "qwen3-235b-a22b": ("train_configs/qwen3_235b_2layers.toml", "235B-A22B", 2),
+    "qwen3-30b-a3b": ("train_configs/qwen3_30b_a3b/2gpu/mega_moe_bf16.toml", "30B-A3B", 8),
+    "qwen3-235b-a22b": ("train_configs/qwen3_235b_a22b/2gpu/mega_moe_bf16.toml", "235B-A22B", 2),
     # For a look at this script on a machine without a GPU.
     "tiny": ("titan_megamoe/quickstart/quickstart_cpu.toml", "quickstart", 3),
 }
@@ -202,6 +202,7 @@ def _run(
     options = [
         f"--model.flavor={bench.flavor}",
         f"--model.hf_assets_path={bench.assets.tokenizer}",
+        "--training.dataset=c4_test",
         f"--training.dataset_path={bench.assets.dataset}",
         f"--training.seq_len={bench.seq_len}",
         "--training.local_batch_size=1",

@@ -70,7 +70,7 @@ def parse(*arguments: str) -> Any:
     return ConfigManager().parse_args([*base, *arguments])
 
 
-def dims_of(config: Any) -> Any:
+def dims_of(config: Any, world: int = WORLD) -> Any:
     from torchtitan.distributed import ParallelDims
 
     p = config.parallelism
@@ -82,7 +82,7 @@ def dims_of(config: Any) -> Any:
         pp=p.pipeline_parallel_degree,
         ep=p.expert_parallel_degree,
         etp=p.expert_tensor_parallel_degree,
-        world_size=WORLD,
+        world_size=world,
     )
 
 
@@ -161,32 +161,62 @@ def configs() -> dict[str, Any]:
 
 
 def jobs() -> dict[str, Any]:
-    """Every job file that we ship: parsed, built on meta and converted."""
+    """Every job file that we ship: parsed, built on meta with two of its layers, converted, parallelised.
+
+    `refused` is what the converter says to the file as it is, on this machine without a GPU; what it refuses
+    here is then built with backend reference, whose converter, blocks and sharding are the same.
+    """
+    from torchtitan.components.quantization import float8
     from torchtitan.config import ConfigManager
     from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3, qwen3_args
     from torchtitan.protocols.model_converter import build_model_converters
 
-    dist.init_process_group("fake", rank=0, world_size=WORLD)
+    from titan_megamoe.errors import UnsupportedError
+
+    float8.has_cuda_capability = lambda *_: True  # torchao swaps modules, which needs no GPU
     out: dict[str, Any] = {}
     for path in job_files():
         config = ConfigManager().parse_args([f"--job.config_file={path}"])
         config.compile.enable = False  # the model stays on meta
-        dims = dims_of(config)
+        p = config.parallelism
+        world = 2 if p.data_parallel_shard_degree == -1 else 1
+        world *= abs(p.data_parallel_shard_degree) * p.data_parallel_replicate_degree
+        dist.init_process_group("fake", rank=0, world_size=world)
+        dims = dims_of(config, world)
         dims.build_mesh()
-        args = qwen3_args[config.model.flavor]
+        layers = qwen3_args[config.model.flavor].n_layers
+        args = dataclasses.replace(qwen3_args[config.model.flavor], n_layers=2)
         args.update_from_config(config)
+        refused = ""
+        try:
+            converters = build_model_converters(config, dims)
+        except UnsupportedError as error:
+            refused = str(error)
+            config.mega_moe.backend = "reference"
+            converters = build_model_converters(config, dims)
         with torch.device("meta"):
             model: nn.Module = Qwen3Model(args)
-        build_model_converters(config, dims).convert(model)
+        converters.convert(model)
         parallelize_qwen3(model, dims, config)
-        blocks = [type(m).__name__ for m in model.modules() if "MoE" in type(m).__name__]
-        out[path.name] = {"blocks": blocks, "layers": args.n_layers, "dim": args.dim}
+        modules = [type(m).__name__ for m in model.modules()]
+        out[str(path.relative_to(Path(__file__).parents[2]))] = {
+            "blocks": [name for name in modules if name.endswith("MoE")],
+            "float8": sum("Float8" in name for name in modules),
+            "layers": layers,
+            "width": [args.dim, args.moe_inter_dim],
+            "gpus": world,
+            "ep": dims.ep,
+            "refused": refused,
+        }
+        dist.destroy_process_group()
     return out
 
 
 def job_files() -> list[Path]:
     root = Path(__file__).parents[2]
-    return sorted([*root.glob("train_configs/*.toml"), *root.glob("titan_megamoe/**/*.toml")])
+    tables = {root / "train_configs/differences.toml"}
+    found = {*root.glob("train_configs/**/*.toml"), *root.glob("titan_megamoe/**/*.toml")}
+    return sorted(found - tables)
 
 
 class _Lines(logging.Handler):
