@@ -50,7 +50,7 @@ EMULATED = (
     "large groups off the scale block",
     "odd H and I",
 )
-"""Problems of the emulated precisions: routing is the same code for all, so the others would only cost time."""
+"""Problems of the emulated precisions: routing is the same code for all, the others would only cost time."""
 
 CASES = [
     pytest.param(
