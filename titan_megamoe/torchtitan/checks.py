@@ -14,6 +14,7 @@ from torchtitan.models.qwen3 import Qwen3Model
 from torchtitan.protocols.train_spec import TrainSpec
 
 from ..errors import ConfigError, UnsupportedError
+from .core import Degrees, refuse_parallelism
 
 
 def moe_args_of(model_args: Any) -> MoEArgs | None:
@@ -36,7 +37,8 @@ def refuse_unsupported(job_config: Any, dims: ParallelDims, spec: TrainSpec, moe
         ConfigError: the job contradicts itself.
     """
     _refuse_model(job_config, spec, moe_args)
-    _refuse_parallelism(dims, moe_args)
+    degrees = Degrees(dims.dp_shard, dims.cp, dims.tp, dims.pp, dims.ep, dims.etp)
+    refuse_parallelism(degrees, moe_args.num_experts)
     _refuse_other_switches(job_config)
     _refuse_load_balancing(job_config, spec, moe_args)
 
@@ -53,32 +55,6 @@ def _refuse_model(job_config: Any, spec: TrainSpec, moe_args: MoEArgs) -> None:
             f"flavour {job_config.model.flavor!r} has score_before_experts = True, but mega_moe "
             "weights the experts' outputs: set score_before_experts = False in its MoEArgs, or "
             "take mega_moe out of [model] converters."
-        )
-
-
-def _refuse_parallelism(dims: ParallelDims, moe_args: MoEArgs) -> None:
-    for degree, name, option in (
-        (dims.tp, "tensor parallelism", "tensor_parallel_degree"),
-        (dims.etp, "expert tensor parallelism", "expert_tensor_parallel_degree"),
-        (dims.pp, "pipeline parallelism", "pipeline_parallel_degree"),
-    ):
-        if degree > 1:
-            raise UnsupportedError(
-                f"[parallelism] {option} is {degree}, but the converter mega_moe does not support "
-                f"{name}: set it to 1 and use expert_parallel_degree and data parallelism instead."
-            )
-    if moe_args.num_experts % dims.ep:
-        raise ConfigError(
-            f"[parallelism] expert_parallel_degree is {dims.ep}, which does not divide the model's "
-            f"{moe_args.num_experts} experts: every rank needs the same number; choose a divisor "
-            f"of {moe_args.num_experts}."
-        )
-    shards = dims.dp_shard * dims.cp
-    if shards % dims.ep:
-        raise ConfigError(
-            f"[parallelism] expert_parallel_degree is {dims.ep}, which does not divide "
-            f"data_parallel_shard_degree * context_parallel_degree = {shards}, from which "
-            "TorchTitan takes the expert-parallel ranks: choose a divisor."
         )
 
 

@@ -16,6 +16,7 @@ from torchtitan.tools.utils import device_type
 from ..backends import resolve_backend
 from ..errors import ConfigError, UnsupportedError
 from .checks import has_own_load_balancing, moe_args_of, refuse_unsupported
+from .core import blocks_line, dense_line, ops_to_save
 from .load_balancing import update_expert_bias
 from .moe import MegaMoE
 
@@ -60,7 +61,7 @@ class MegaMoEConverter:
     def convert(self, model: nn.Module) -> None:
         """Swap every MoE block of `model` in place. Dense models are left as they are."""
         if not self.is_moe:
-            logger.info(f"mega_moe: {self.flavor} is dense, so the converter leaves it as it is")
+            logger.info(dense_line(self.flavor))
             return
         blocks = [(name, m) for name, m in model.named_modules() if isinstance(m, MoE)]
         for name, block in blocks:
@@ -75,13 +76,9 @@ class MegaMoEConverter:
             )
             setattr(model.get_submodule(parent), attribute, replacement)
         self._save_in_selective_checkpointing()
-        chosen = "chosen by auto" if self.config.backend == "auto" else "as asked"
-        logger.info(
-            f"mega_moe: {len(blocks)} MoE blocks of {self.flavor} run on backend {self.backend!r} "
-            f"({chosen}) in {self.config.precision}, EP={self.parallel_dims.ep}, up to "
-            f"{self.config.max_tokens_per_rank} tokens a rank"
-            + (", expert bias updated every step" if self.load_balancing else "")
-        )
+        balancing = ", expert bias updated every step" if self.load_balancing else ""
+        ep = self.parallel_dims.ep
+        logger.info(blocks_line(len(blocks), self.flavor, self.backend, self.config, ep, balancing))
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """After each optimizer step: the load-balancing update, where it is on."""
@@ -94,7 +91,7 @@ class MegaMoEConverter:
     def _save_in_selective_checkpointing(self) -> None:
         """Let per-op activation checkpointing keep the op's outputs, not communicate again."""
         save_list = qwen3_parallelize._op_sac_save_list
-        save_list.add(torch.ops.titan_megamoe.forward.default)
+        save_list.update(ops_to_save())
         if self.backend == "deepep":
             import torchtitan.distributed.deepep  # noqa: F401, defines torch.ops.deepep
 

@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 _applied = False
 
@@ -37,6 +39,15 @@ def apply() -> None:
     global _applied
     if _applied:
         return
+    refuse_in_vain(__name__)
+    fill_in_torch()
+    _count_integers_in_histc()
+    _fill_in_torchtitan()
+    _applied = True
+
+
+def refuse_in_vain(shim: str) -> None:
+    """Raise RuntimeError where `shim`, a module's name, must not act or comes too late."""
     if torch.cuda.is_available():
         raise RuntimeError(
             "the CPU shim was asked for, but a CUDA device is visible: run TorchTitan itself "
@@ -45,16 +56,12 @@ def apply() -> None:
     if "torchtitan.tools.utils" in sys.modules:
         raise RuntimeError(
             "TorchTitan was imported before the CPU shim was applied and has already chosen its "
-            "device: call titan_megamoe.torchtitan.cpu_shim.apply() first, or launch with "
-            "python -m titan_megamoe.torchtitan.train."
+            f"device: call {shim}.apply() first, or launch with python -m titan_megamoe.torchtitan."
         )
-    _fill_in_torch()
-    _fill_in_torchtitan()
-    _applied = True
 
 
-def _fill_in_torch() -> None:
-    """Everything that must be in place when TorchTitan is imported."""
+def fill_in_torch() -> None:
+    """What every TorchTitan line looks for in torch when it is imported and when it starts."""
     torch._utils._get_available_device_type = lambda: "cpu"
 
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -66,6 +73,20 @@ def _fill_in_torch() -> None:
     cpu.reset_peak_memory_stats = lambda device=None: None
     cpu.empty_cache = lambda: None
 
+
+def sum_without_scaling(disable_division: Callable[[torch.nn.Module], None]) -> Callable[..., None]:
+    """TorchTitan's `disable_fsdp_gradient_division`, which then also asks FSDP for a plain sum."""
+
+    def disable_division_and_premultiplied_sum(model: torch.nn.Module) -> None:
+        disable_division(model)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+
+    return disable_division_and_premultiplied_sum
+
+
+def _count_integers_in_histc() -> None:
     histc = torch.histc
 
     def histc_with_integers(
@@ -81,7 +102,6 @@ def _fill_in_torch() -> None:
 
 def _fill_in_torchtitan() -> None:
     """What TorchTitan's own modules look up at call time."""
-    from torch.distributed.fsdp import FSDPModule
     from torchtitan.models.llama3.infra import parallelize as llama3
     from torchtitan.models.llama4.infra import parallelize as llama4
     from torchtitan.models.moe import kernels
@@ -106,13 +126,6 @@ def _fill_in_torchtitan() -> None:
 
     kernels.fill_indices_wrapper = fill_indices
 
-    disable_division = llama3.disable_fsdp_gradient_division
-
-    def disable_division_and_premultiplied_sum(model: torch.nn.Module) -> None:
-        disable_division(model)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)
-
-    llama3.disable_fsdp_gradient_division = disable_division_and_premultiplied_sum
-    llama4.disable_fsdp_gradient_division = disable_division_and_premultiplied_sum
+    llama3.disable_fsdp_gradient_division = llama4.disable_fsdp_gradient_division = sum_without_scaling(
+        llama3.disable_fsdp_gradient_division
+    )

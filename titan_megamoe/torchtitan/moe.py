@@ -21,12 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 from torchtitan.models.moe import MoE
 from torchtitan.models.moe.moe import GroupedExperts
 
 from ..config import MegaMoEConfig
-from ..op import mega_moe
+from .core import forward_experts
 
 _ROUTED_FORWARD = "routed_forward"
 
@@ -62,17 +61,8 @@ class RoutedExperts(GroupedExperts):
 
         Raises what `mega_moe` raises.
         """
-        y_TH = mega_moe(
-            x_TH,
-            routing.topk_ids,
-            routing.topk_weights,
-            _local(self.w1),
-            _local(self.w3),
-            _local(self.w2),
-            group=None if self.ep_mesh is None else self.ep_mesh.get_group(),
-            config=self.config,
-        )
-        return y_TH.to(x_TH.dtype)
+        ids_TK, weights_TK = routing.topk_ids, routing.topk_weights
+        return forward_experts(x_TH, ids_TK, weights_TK, self.w1, self.w3, self.w2, self.ep_mesh, self.config)
 
     def join_fsdp(self) -> None:
         """Let FSDP run its hooks around `routed_forward`; a no-op without FSDP. Idempotent."""
@@ -139,10 +129,6 @@ def _adopt(new: nn.Module, stock: nn.Module) -> None:
     for name, child in stock.named_children():
         new.add_module(name, child)
     new.train(stock.training)
-
-
-def _local(weight: Tensor) -> Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _in_backward() -> bool:
