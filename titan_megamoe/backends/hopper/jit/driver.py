@@ -1,0 +1,132 @@
+"""Load a cubin and launch its kernels on torch's streams, through the CUDA driver (libcuda).
+
+A kernel's parameters are declared as a tuple of kinds, in order:
+
+    "ptr"   a Tensor's address, or 0 for None       "i32", "i64", "f32"   a number
+    "map"   a tensor map of tensor_map.py
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....errors import ConfigError, MegaMoEError, UnsupportedError
+from .cache import cached_cubin
+
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_NUMBERS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}
+
+
+@functools.cache
+def libcuda() -> ctypes.CDLL:
+    """The CUDA driver. Raises UnsupportedError where there is none."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise UnsupportedError(
+            f"the fp8 kernels are launched through the CUDA driver, but libcuda.so.1 cannot be loaded "
+            f"({error}); a machine with an NVIDIA GPU and its driver is needed, or another backend."
+        ) from error
+    return library
+
+
+def check(result: int, what: str) -> None:
+    """Raise MegaMoEError unless a driver call returned CUDA_SUCCESS."""
+    if result:
+        text = ctypes.c_char_p()
+        libcuda().cuGetErrorString(result, ctypes.byref(text))
+        raise MegaMoEError(f"{what} failed: CUDA error {result} ({(text.value or b'?').decode()}).")
+
+
+class Kernel:
+    """One kernel of a loaded cubin, on one device.
+
+    Args:
+        function: CUfunction.
+        name: for messages.
+        kinds: the kinds of its parameters.
+        threads: threads per block.
+        shared_bytes: dynamic shared memory per block.
+    """
+
+    def __init__(
+        self, function: ctypes.c_void_p, name: str, kinds: Sequence[str], threads: int, shared_bytes: int
+    ) -> None:
+        self.function, self.name, self.kinds = function, name, tuple(kinds)
+        self.threads, self.shared_bytes = threads, shared_bytes
+
+    def launch(self, blocks: int, arguments: Sequence[Any], device: torch.device) -> None:
+        """Launch a grid of `blocks` blocks on the device's current stream.
+
+        Raises:
+            ConfigError: the number of arguments is wrong.
+            MegaMoEError: the driver refused the launch.
+        """
+        if len(arguments) != len(self.kinds):
+            raise ConfigError(f"{self.name} takes {len(self.kinds)} arguments, {len(arguments)} were given.")
+        values = [_pack(kind, value) for kind, value in zip(self.kinds, arguments, strict=True)]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
+        with torch.cuda.device(device):
+            stream = torch.cuda.current_stream(device).cuda_stream
+            check(
+                libcuda().cuLaunchKernel(
+                    self.function, blocks, 1, 1, self.threads, 1, 1, self.shared_bytes,
+                    ctypes.c_void_p(stream), pointers, None,
+                ),
+                f"launch of {self.name}",
+            )  # fmt: skip
+
+
+def _pack(kind: str, value: Any) -> Any:
+    """A ctypes object that holds a parameter's bytes."""
+    if kind == "ptr":
+        return ctypes.c_void_p(value.data_ptr() if isinstance(value, Tensor) else value)
+    if kind == "map":
+        return value.words
+    return _NUMBERS[kind](value)
+
+
+@functools.cache
+def _load(source: str, name: str, defines: tuple[str, ...], device: int) -> ctypes.c_void_p:
+    cubin = cached_cubin(source, name, defines)
+    module = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # the primary context is current from here on
+        check(libcuda().cuModuleLoadData(ctypes.byref(module), cubin), f"loading {name}")
+    return module
+
+
+def load_kernel(
+    source: str,
+    name: str,
+    entry: str,
+    kinds: Sequence[str],
+    *,
+    threads: int,
+    shared_bytes: int,
+    device: torch.device,
+    defines: Sequence[str] = (),
+) -> Kernel:
+    """The kernel `entry` of `source`, compiled, loaded and allowed its shared memory on `device`.
+
+    Raises:
+        UnsupportedError: no driver, or no compiler where one is needed.
+        MegaMoEError: compilation or loading failed.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    libcuda()
+    module = _load(source, name, tuple(defines), index)
+    function = ctypes.c_void_p()
+    check(libcuda().cuModuleGetFunction(ctypes.byref(function), module, entry.encode()), f"finding {entry}")
+    with torch.cuda.device(index):
+        check(
+            libcuda().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared_bytes),
+            f"{shared_bytes} bytes of shared memory for {entry}",
+        )
+    return Kernel(function, entry, kinds, threads, shared_bytes)
