@@ -141,3 +141,11 @@ def test_import_and_the_op_work_without_optional_packages(blocked) -> None:
     )
     assert run.returncode == 0, run.stderr[-2000:]
     assert "'all_to_all': None" in run.stdout
+
+
+def test_the_workspace_has_a_public_size() -> None:
+    import titan_megamoe
+
+    one = titan_megamoe.workspace_bytes(world=2, max_tokens_per_rank=16384, top_k=8, hidden=2048)
+    tokens = 16384 * 2048 * 2
+    assert 2 * tokens <= one <= 3 * tokens, "x and the partial sums of one peer, and little more"
