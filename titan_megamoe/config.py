@@ -16,6 +16,7 @@ from .errors import ConfigError
 BACKENDS = ("auto", "reference", "all_to_all", "deepep", "fused")
 PRECISIONS = ("bf16", "fp8", "fp8_bwd", "mxfp8")
 WGRAD_PRECISIONS = ("bf16", "fp8")
+SUMS = ("fp32", "bf16")
 
 ROUTED_ROWS_FACTOR = 2.0
 """Default of `max_routed_rows`: this many times the balanced load max_tokens_per_rank · K."""
@@ -39,6 +40,9 @@ class MegaMoEConfig:
         reserved_sms: SMs the fused kernels leave to FSDP, NCCL and other streams.
         timeout_s: seconds a kernel waits for a peer before it gives up with an error.
         debug: check ids on the host before the launch and synchronise after it.
+        all_to_all_sum: how `all_to_all` adds up a token's K weighted outputs, as the TorchTitan beside it
+            does: `fp32`, rounded once at the end (0.2), or `bf16`, each rounded before the sum (0.3). No
+            other backend looks at it.
         text: this config as a canonical string, made by itself.
     """
 
@@ -51,6 +55,7 @@ class MegaMoEConfig:
     reserved_sms: int = 0
     timeout_s: float = 300.0
     debug: bool = False
+    all_to_all_sum: str = "fp32"
     text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -58,6 +63,7 @@ class MegaMoEConfig:
             ("backend", BACKENDS),
             ("precision", PRECISIONS),
             ("wgrad_precision", WGRAD_PRECISIONS),
+            ("all_to_all_sum", SUMS),
         ):
             value = getattr(self, name)
             if value not in allowed:

@@ -1,11 +1,13 @@
 """Backend `all_to_all`: the unfused baseline, with the arithmetic of TorchTitan's own MoE block.
 
     sort slots by expert -> all-to-all -> group by expert, pad to 8 rows -> grouped GEMMs, SwiGLU
-    -> ungroup -> all-to-all -> unsort -> weighted sum over the K slots in fp32
+    -> ungroup -> all-to-all -> unsort -> weighted sum over the K slots
 
-Every floating-point step is the one TorchTitan 0.2 takes, in its order (`torch._grouped_mm` in bf16, SwiGLU
+Every floating-point step is the one TorchTitan takes, in its order (`torch._grouped_mm` in bf16, SwiGLU
 rounded to bf16 at each step, router weights applied after the experts), so training under it prints
-TorchTitan's own losses. The host waits for the token counts once per forward, as TorchTitan's does.
+TorchTitan's own losses. The lines differ in the weighted sum, `config.all_to_all_sum`: 0.2 sums in fp32 and
+rounds once, 0.3 rounds each weighted row to bf16 and then adds the rows up. The host waits for the token
+counts once per forward, as TorchTitan's does.
 NCCL on GPUs, gloo on the CPU.
 """
 
@@ -62,10 +64,13 @@ class AllToAllBackend(ExplicitBackend):
         rows_TK_H = out.new_zeros(call.num_tokens * call.top_k, call.hidden)
         rows_TK_H[layout.order] = _exchange(out[layout.dest], layout, call.group, back=True)
         del out  # R rows of H: memory that the fp32 product below needs
-        y = torch.bmm(
-            _live_weights(call).unsqueeze(1),
-            rows_TK_H.view(call.num_tokens, call.top_k, call.hidden).float(),
-        ).squeeze(1)
+        if call.config.all_to_all_sum == "bf16":
+            y = _sum_of_rounded_rows(call, layout, rows_TK_H)
+        else:
+            y = torch.bmm(
+                _live_weights(call).unsqueeze(1),
+                rows_TK_H.view(call.num_tokens, call.top_k, call.hidden).float(),
+            ).squeeze(1)
         return y.to(call.x.dtype), self._keep(call, layout, pool, gate, up, rows_TK_H)
 
     def backward(self, call: MoECall, saved: list[Tensor], dy: Tensor) -> Gradients:
@@ -78,7 +83,10 @@ class AllToAllBackend(ExplicitBackend):
         dweights = dx = dw1 = dw3 = dw2 = None
         if needs.topk_weights:
             rows = rows_TK_H.view(call.num_tokens, call.top_k, call.hidden).float()
-            dweights = torch.bmm(dy_float, rows.transpose(1, 2)).squeeze(1)
+            if call.config.all_to_all_sum == "bf16":
+                dweights = (dy_float * rows).sum(-1)
+            else:
+                dweights = torch.bmm(dy_float, rows.transpose(1, 2)).squeeze(1)
             dweights = dweights.masked_fill(call.topk_ids < 0, 0.0)
         if needs.x or needs.w1 or needs.w3 or needs.w2:
             d_rows = torch.bmm(_live_weights(call).unsqueeze(2), dy_float).to(dy.dtype)
@@ -185,6 +193,26 @@ class AllToAllBackend(ExplicitBackend):
 def _live_weights(call: MoECall) -> Tensor:
     """(T, K) fp32 with 0 in dropped slots, whatever was there."""
     return call.topk_weights.masked_fill(call.topk_ids < 0, 0.0)
+
+
+def _sum_of_rounded_rows(call: MoECall, layout: Layout, rows_TK_H: Tensor) -> Tensor:
+    """y (T, H) in rows' dtype: each weighted row rounded, then added in the order of experts.
+
+    The same scatter_add as TorchTitan 0.3's, so that the order and the dtype in which it adds are too.
+    """
+    weights_n1 = _live_weights(call).reshape(-1, 1)[layout.order]
+    rows_nH = (rows_TK_H[layout.order].float() * weights_n1).to(rows_TK_H.dtype)
+    token_nH = (layout.order // call.top_k).unsqueeze(1).expand(-1, call.hidden)
+    y_TH = rows_nH.new_zeros(call.num_tokens, call.hidden)
+    was, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True)
+    try:
+        return y_TH.scatter_add(0, token_nH, rows_nH)
+    finally:
+        torch.use_deterministic_algorithms(was, warn_only=warn_only)
 
 
 def _exchange(rows: Tensor, layout: Layout, group: dist.ProcessGroup | None, back: bool = False) -> Tensor:

@@ -63,7 +63,7 @@ def register() -> None:
         raise ImportError(
             f"TorchTitan is installed but does not import ({error}); titan_megamoe.torchtitan is "
             "made for torchtitan 0.2.2, and pip install 'titan-megamoe[torchtitan]' installs it "
-            "with all that it needs."
+            "with all that it needs. For TorchTitan 0.3 see titan_megamoe.torchtitan.v03."
         ) from error
 
     from . import flavors

@@ -16,6 +16,17 @@ from ..config import MegaMoEConfig
 from ..errors import ConfigError, UnsupportedError
 from ..op import mega_moe
 
+LAYERS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+"""Depths of the reduced flavours."""
+
+QUICKSTART_VOCABULARY = 2048
+"""Tokens of the byte-level tokenizer that the quickstart trains."""
+
+
+def reduced_flavor(flavor: str, layers: int) -> str:
+    """The name of `flavor` with that many layers."""
+    return f"{flavor}-{layers}layers"
+
 
 def forward_experts(
     x_TH: Tensor,
@@ -98,8 +109,8 @@ def dense_line(model: str) -> str:
 
 
 def blocks_line(blocks: int, model: str, backend: str, config: MegaMoEConfig, ep: int, more: str = "") -> str:
-    """The log line that says what runs: `backend` is what `config.backend` was resolved to."""
-    chosen = "chosen by auto" if config.backend == "auto" else "as asked"
+    """The log line that says what runs: `backend` is what `config.backend` was resolved to, if it was yet."""
+    chosen = "as asked" if config.backend == backend else "chosen by auto"
     bound = (
         f"up to {config.max_tokens_per_rank} tokens a rank" if config.max_tokens_per_rank else "any tokens"
     )

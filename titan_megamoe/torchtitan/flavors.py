@@ -4,7 +4,7 @@ Each keeps the width of a published model, so that one MoE layer costs what it c
 small enough for a laptop:
 
 * ``quickstart`` (3 layers, 8 experts, top-2) and ``quickstart_gpu`` (8 layers, 32 experts, top-4);
-* ``30B-A3B-<n>layers`` and ``235B-A22B-<n>layers`` for n in :data:`LAYERS`.
+* ``30B-A3B-<n>layers`` and ``235B-A22B-<n>layers`` for n in :data:`.core.LAYERS`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,7 @@ import dataclasses
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.qwen3 import Qwen3ModelArgs, qwen3_args
 
-LAYERS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
-
-QUICKSTART_VOCABULARY = 2048
-"""Tokens of the byte-level tokenizer that the quickstart trains."""
-
-
-def reduced_flavor(flavor: str, layers: int) -> str:
-    """The name of `flavor` with that many layers."""
-    return f"{flavor}-{layers}layers"
+from .core import LAYERS, QUICKSTART_VOCABULARY, reduced_flavor
 
 
 def add_to_qwen3() -> None:
