@@ -24,7 +24,7 @@ if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
         torch=${TORCH:-torch==2.13.0} extra=cpu
     fi
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$torch"
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -e "$root[torchtitan,dev,$extra]"
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -e "${root}[torchtitan,dev,$extra]"
     echo "$wanted" >"$stamp"
 fi
 # shellcheck disable=SC1091

@@ -14,6 +14,7 @@ from titan_configs import EPS, REFUSED, job_files
 from titan_harness import REPOSITORY, Runs
 
 from titan_megamoe import ConfigError
+from titan_megamoe.bench.jobfile import read_job
 from titan_megamoe.torchtitan import jobs
 
 FOUND_AND_FIX = {
@@ -124,6 +125,20 @@ def test_a_twin_has_another_width_or_leaves_the_node(runs: Runs, job: jobs.Job) 
     assert twin["width"] == base["width"]
     assert (twin["gpus"], twin["layers"] == base["layers"]) == (job.gpus, job.gpus > 8)
     assert twin["ep"] == min(job.gpus, 8)
+
+
+@pytest.mark.parametrize("path", job_files(), ids=lambda path: "/".join(path.parts[-3:]))
+def test_job_is_read_otherwise_than_by_torchtitan(runs: Runs, path: Path) -> None:
+    wanted = runs.alone("jobs")[str(path.relative_to(REPOSITORY))]["facts"]
+    facts, shape = read_job(path), read_job(path).model
+    layer = shape.layer
+    assert [layer.hidden, layer.intermediate, layer.experts, layer.top_k] == wanted["width"]
+    assert [shape.heads, shape.kv_heads, shape.head_dim] == wanted["heads"]
+    assert shape.vocabulary == wanted["vocabulary"]
+    assert (facts.layers, facts.seq_len, facts.ac) == (wanted["layers"], wanted["seq_len"], wanted["ac"])
+    assert [facts.batch, facts.global_batch] == wanted["batch"]
+    assert [facts.dp_replicate, facts.dp_shard, facts.cp] == wanted["degrees"]
+    assert (facts.impl == "torchtitan") == ("mega_moe" not in wanted["converters"])
 
 
 def test_job_files_are_not_what_their_table_says(tmp_path: Path) -> None:

@@ -206,10 +206,31 @@ def jobs() -> dict[str, Any]:
             "width": [args.dim, args.moe_inter_dim],
             "gpus": world,
             "ep": dims.ep,
+            "facts": _facts(config, dataclasses.replace(args, n_layers=layers)),
             "refused": refused,
         }
         dist.destroy_process_group()
     return out
+
+
+def _facts(config: Any, args: Any) -> dict[str, Any]:
+    """What bench.jobfile reads without TorchTitan, as TorchTitan reads it."""
+    p, t = config.parallelism, config.training
+    return {
+        "width": [args.dim, args.moe_inter_dim, args.moe_args.num_experts, args.moe_args.top_k],
+        "heads": [args.n_heads, args.n_kv_heads, args.head_dim],
+        "vocabulary": args.vocab_size,
+        "layers": args.n_layers,
+        "seq_len": t.seq_len,
+        "batch": [t.local_batch_size, t.global_batch_size],
+        "degrees": [
+            p.data_parallel_replicate_degree,
+            p.data_parallel_shard_degree,
+            p.context_parallel_degree,
+        ],
+        "ac": config.activation_checkpoint.mode,
+        "converters": config.model.converters,
+    }
 
 
 def job_files() -> list[Path]:

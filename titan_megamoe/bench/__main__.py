@@ -1,4 +1,4 @@
-"""`python -m titan_megamoe.bench layer` measures, `report` writes the tables of README and docs.
+"""`layer` measures one MoE layer, `compare` trains jobs and tables their steps, `report` writes the tables.
 
 `layer` starts one process per GPU by itself, or joins torchrun's.
 """
@@ -13,7 +13,8 @@ import sys
 import torch
 import torch.distributed as dist
 
-from . import layer, report
+from ..errors import MegaMoEError
+from . import compare, layer, report
 
 
 def main() -> int:
@@ -21,9 +22,18 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     layer.add_arguments(commands.add_parser("layer", help=layer.__doc__))
     report.add_arguments(commands.add_parser("report", help=report.__doc__))
-    args = parser.parse_args()
-    if args.command == "report":
-        return report.run(args)
+    compare.add_arguments(commands.add_parser("compare"))
+    # What follows -- are TorchTitan's options, which argparse must not read.
+    own, options = sys.argv[1:], []
+    if "--" in own:
+        own, options = own[: own.index("--")], own[own.index("--") + 1 :]
+    args = parser.parse_args(own)
+    if args.command != "layer":
+        try:
+            return report.run(args) if args.command == "report" else compare.run(args, options)
+        except MegaMoEError as error:
+            print(f"bench {args.command}: {error}", file=sys.stderr)
+            return 2
     if not torch.cuda.is_available():
         print("bench: found no CUDA device; layer times are measured on NVIDIA GPUs.", file=sys.stderr)
         return 2

@@ -93,31 +93,44 @@ def _provenance(r: dict[str, Any]) -> str:
     return f"{r['gpus']}× {r['gpu']}, {r['date'][:10]}, commit {r['commit'][:9]}, run {r['run']}; {packages}."
 
 
-def step_table(rows: list[dict[str, Any]]) -> str:
-    """Seconds a training step, against the best stock TorchTitan bf16 of the same run."""
-    steps = [r for r in rows if r["kind"] == "step"]
-    stock = min(
-        (r["step_s_mean"] for r in steps if r["impl"] == "torchtitan" and r["precision"] == "bf16"),
-        default=None,
-    )
-    table = [
+def step_rows(steps: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Header and cells of step records: seconds, speed over each baseline that was in the run, memory."""
+    baselines = {
+        "over TorchTitan": lambda r: r["impl"] == "torchtitan" and r["precision"] == "bf16",
+        "over its float8": lambda r: r["impl"] == "torchtitan" and r["precision"] == "float8_rowwise",
+        "over DeepEP": lambda r: r["impl"] == "deepep",
+    }
+    best = {name: min((r["step_s_mean"] for r in steps if is_it(r)), default=None)
+            for name, is_it in baselines.items()}  # fmt: skip
+    header = ["implementation", "step, s", *(n for n in best if best[n]), "tokens/s/GPU", "peak GiB"]
+    rows = [
         [
             _label(r),
             f"{r['step_s_mean']:.3f}",
-            f"{stock / r['step_s_mean']:.2f}×" if stock else "",
+            *(f"{seconds / r['step_s_mean']:.2f}×" for seconds in best.values() if seconds),
             f"{r['tokens_per_s_per_gpu']:,.0f}",
             f"{r['peak_bytes'] / 2**30:.1f}",
         ]
         for r in steps
     ]
-    first = steps[0]
-    note = (
+    return header, rows
+
+
+def step_note(rows: list[dict[str, Any]]) -> str:
+    """What the numbers of a run's step records are, and where they come from."""
+    first = next(r for r in rows if r["kind"] == "step")
+    sharding = "FSDP" if first.get("dp_replicate", 1) == 1 else "HSDP"
+    parallel = f"EP={first['ep']} + {sharding}, {first['ac']} activation checkpointing"
+    return (
         f"Seconds a step, mean of steps {first['steps']}; {first['model']} width, {first['layers']} layers, "
-        f"sequence {first['seq_len']}, EP={first['ep']} + FSDP, {first['ac']} activation checkpointing. "
-        f"{_provenance(first)}"
+        f"sequence {first['seq_len']}, {parallel}. {_provenance(first)}"
     )
-    header = ["implementation", "step, s", "over best stock bf16", "tokens/s/GPU", "peak GiB"]
-    return _markdown(header, table, note)
+
+
+def step_table(rows: list[dict[str, Any]]) -> str:
+    """Seconds a training step, against the best of each baseline of the same run."""
+    header, cells = step_rows([r for r in rows if r["kind"] == "step"])
+    return _markdown(header, cells, step_note(rows))
 
 
 def layer_table(rows: list[dict[str, Any]]) -> str:

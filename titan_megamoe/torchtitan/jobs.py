@@ -1,6 +1,6 @@
 """The job files under train_configs/: one base for each model, a table of differences, and what they make.
 
-    python -m titan_megamoe.torchtitan.jobs            write them all, one for each model, size, implementation
+    python -m titan_megamoe.torchtitan.jobs            write train_configs/<model>/<size>/<what>.toml
     python -m titan_megamoe.torchtitan.jobs --check    exit 1 if a file is not what base and table say
 
 TorchTitan's job files cannot include one another, and each must be one that TorchTitan itself can read. So a

@@ -60,6 +60,7 @@ def run_job(
     on_step: Callable[[Step], None] = lambda _: None,
     timeout_s: float | None = None,
     environment: Mapping[str, str] | None = None,
+    rendezvous: Sequence[str] = ("--standalone",),
 ) -> list[Step]:
     """Train and return every step that rank 0 printed.
 
@@ -72,12 +73,13 @@ def run_job(
         on_step: called for each step as it is printed.
         timeout_s: kill the job after that many seconds.
         environment: variables beside this process's own.
+        rendezvous: torchrun's options that say which machines train; only the one with rank 0 gets steps.
 
     Raises:
         JobFailed: a rank failed, or the time was over.
     """
     module = "titan_megamoe.torchtitan.train" if cpu else "torchtitan.train"
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    torchrun = ["-m", "torch.distributed.run", *rendezvous, "--nproc-per-node", str(processes)]
     ranks = ["--role", "rank", "--tee", "3", "--log-dir", str(log.with_suffix(".ranks"))]
     job = ["-m", module, f"--job.config_file={job_file}", *arguments]
     command = [sys.executable, *torchrun, *ranks, *job]

@@ -1,0 +1,127 @@
+"""The launch scripts, with processes on the CPU instead of GPUs."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), *ROOT.glob("scripts/*.sbatch")])
+TINY = ROOT / "titan_megamoe/quickstart/quickstart_cpu.toml"
+SMALL = ["--training.steps=2", "--training.seq_len=64", "--training.local_batch_size=1"]
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """One in which scripts/env.sh finds this Python instead of making a virtual environment."""
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin/activate").write_text(f'PATH="{Path(sys.executable).parent}:$PATH"\n')
+    files = [str(ROOT / "pyproject.toml"), str(ROOT / "scripts/env.sh")]
+    stamp = subprocess.run(f"cat {' '.join(files)} | cksum", shell=True, capture_output=True, text=True)
+    (venv / ".titan_megamoe").write_text(stamp.stdout)
+    return os.environ | {
+        "VENV": str(venv),
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path / "huggingface"),
+    }
+
+
+def free_port() -> int:
+    """Below the range from which the system takes ports for outgoing connections."""
+    for port in random.SystemRandom().sample(range(20000, 32000), 100):
+        with socket.socket() as taken:
+            try:
+                taken.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError("no free port")
+
+
+def listening(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_script_does_not_parse(script: Path) -> None:
+    checked = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+    shellcheck = shutil.which("shellcheck")
+    if shellcheck:
+        said = subprocess.run([shellcheck, "-s", "bash", str(script)], capture_output=True, text=True)
+        assert said.returncode == 0, said.stdout
+
+
+@pytest.mark.timeout(120)
+def test_two_machines_train_apart(tmp_path: Path, environment: dict[str, str]) -> None:
+    """train_multinode.sh, started twice with one process each: one job of two ranks."""
+    pytest.importorskip("torchtitan")
+    port = free_port()
+    command = ["bash", str(ROOT / "scripts/train_multinode.sh"), str(TINY), *SMALL]
+    machines: list[subprocess.Popen[str]] = []
+    try:
+        for name in ("a", "b"):
+            own = {"NNODES": "2", "HEAD": f"127.0.0.1:{port}", "NPROC": "1", "ASSETS": str(tmp_path / name)}
+            machines.append(
+                subprocess.Popen(
+                    command,
+                    env=environment | own,
+                    cwd=tmp_path,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    start_new_session=True,
+                )
+            )
+            # On one machine both could be the head; on several, only one is.
+            while machines[0].poll() is None and not listening(port):
+                time.sleep(0.1)
+        said = [machine.communicate(timeout=100)[0] for machine in machines]
+    finally:
+        for machine in machines:
+            if machine.poll() is None:
+                os.killpg(machine.pid, signal.SIGKILL)
+    assert [machine.returncode for machine in machines] == [0, 0], said
+    # Loss and norm are those of the whole job, so both machines print the same.
+    printed = [re.findall(r"step:  2  loss: +(\S+)  grad_norm: +(\S+)", text) for text in said]
+    assert len(printed[0]) == 1 and printed[0] == printed[1], said
+    assert all("EP=2, up to 64 tokens a rank" in text for text in said)
+
+
+def test_a_missing_argument_is_a_puzzle(environment: dict[str, str]) -> None:
+    for script, words in (
+        ("train.sh", "usage: scripts/train.sh JOB.toml"),
+        ("train_multinode.sh", "usage: NNODES"),
+    ):
+        said = subprocess.run(
+            ["bash", str(ROOT / "scripts" / script)], env=environment, capture_output=True, text=True
+        )
+        assert said.returncode != 0
+        assert words in said.stderr
+
+
+def test_half_of_a_data_set_is_taken(environment: dict[str, str]) -> None:
+    said = subprocess.run(
+        ["bash", str(ROOT / "scripts/train.sh"), str(TINY)],
+        env=environment | {"DATASET": "/data"},
+        capture_output=True,
+        text=True,
+    )
+    assert said.returncode != 0
+    assert "set TOKENIZER beside DATASET" in said.stderr
