@@ -31,9 +31,9 @@ class Runs:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
         return self._result(suite, [*torchrun, str(HERE / script), suite, str(self.folder)])
 
-    def alone(self, suite: str) -> dict[str, Any]:
-        """A suite of titan_configs.py, one plain process."""
-        return self._result(suite, [str(HERE / "titan_configs.py"), suite])
+    def alone(self, suite: str, script: str = "titan_configs.py") -> dict[str, Any]:
+        """A suite of a script that runs as one plain process."""
+        return self._result(suite, [str(HERE / script), suite])
 
     def _result(self, suite: str, command: list[str]) -> dict[str, Any]:
         if suite not in self.results:
