@@ -1,0 +1,76 @@
+"""Compile a kernel's CUDA source for the CPU and call it as `jit.Kernel` is called."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from titan_megamoe.backends.hopper import fp8_gemm
+from titan_megamoe.backends.hopper.jit.driver import _pack
+
+HERE = Path(__file__).parent
+CUDA = Path(fp8_gemm.__file__).with_name("cuda")
+
+
+class CpuMap:
+    """A tensor map as simt.h reads it."""
+
+    def __init__(self, tensor: Tensor, box: Sequence[int]) -> None:
+        size = tensor.element_size()
+        z, y, x = tensor.shape
+        strides = [tensor.stride(1) * size, tensor.stride(0) * size]
+        assert box[2] * size == 128 and not any(s % 16 for s in strides) and tensor.data_ptr() % 16 == 0
+        facts = [tensor.data_ptr(), x, y, z, *strides, *reversed(box), size]
+        self.words = (ctypes.c_uint64 * 16)(*facts)
+
+
+class CpuKernel:
+    def __init__(self, library: ctypes.CDLL, name: str, kinds: tuple[str, ...]) -> None:
+        library.launch.restype = ctypes.c_char_p
+        self.library, self.name, self.kinds = library, name, kinds
+
+    def launch(self, blocks: int, arguments: Sequence[Any], device: Any) -> None:
+        values = [_pack(kind, value) for kind, value in zip(self.kinds, arguments, strict=True)]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
+        error = self.library.launch(blocks, ctypes.c_uint64(1), pointers)
+        assert not error, f"{self.name}: {error.decode()}"
+
+
+def build(folder: Path, name: str, defines: Sequence[str], source: str | None = None) -> ctypes.CDLL:
+    """A library with `launch` for kernel `name`; `source` replaces the main loop's text."""
+    text = source or (CUDA / "fp8_gemm.cuh").read_text()
+    text = "\n".join(
+        [
+            '#include "simt.h"',
+            text,
+            (CUDA / f"{name}.cu").read_text(),
+            f'extern "C" const char* launch(int blocks, u64 seed, void** a) {{'
+            f" return launch_all({name}, blocks, seed, a); }}",
+        ]
+    )
+    stem = folder / "_".join([name, *defines])
+    stem.with_suffix(".cpp").write_text(text)
+    done = subprocess.run(
+        ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", f"-I{HERE}", *(f"-D{d}" for d in defines),
+         "-o", stem.with_suffix(".so"), stem.with_suffix(".cpp")],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return ctypes.CDLL(str(stem.with_suffix(".so")))
+
+
+def run_on_cpu(monkeypatch: Any, folder: Path) -> None:
+    """From here on the callers in fp8_gemm.py launch kernels on the CPU."""
+
+    @functools.cache
+    def kernel(name: str, kinds: tuple[str, ...], device: Any, defines: tuple[str, ...] = ()) -> CpuKernel:
+        return CpuKernel(build(folder, name, defines), name, kinds)
+
+    monkeypatch.setattr(fp8_gemm, "_kernel", kernel)
+    monkeypatch.setattr(fp8_gemm, "tensor_map", CpuMap)

@@ -1,0 +1,481 @@
+// Runs the fp8 kernels on a CPU: a stand-in for cuda/ptx.cuh, one fiber per thread of a block.
+//
+// What it shows: indices, swizzles, fragments, tails, the ring's protocol. It is stricter than a GPU where it can
+// be: copies and products take effect late and poison their targets until then, a bulk store that reads shared
+// bytes that no fence made visible is an error, and so is a block in which every thread waits.
+// What it can't show: timing, and what its author believes wrongly of the hardware.
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+using u16 = uint16_t;
+using u32 = uint32_t;
+using u64 = unsigned long long;
+
+#define DEVICE inline
+#define __device__
+#define __global__
+#define __grid_constant__
+#define __shared__
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+
+// The host fills: address; extents, x first; bytes from y to y + 1 and z to z + 1; box; bytes of an element.
+struct TensorMap {
+    u64 address, extent[3], stride[2], box[3], element, unused[6];
+};
+
+struct Index {
+    u32 x;
+};
+static Index threadIdx, blockIdx, gridDim;
+
+constexpr u32 SHARED_SIZE = 227 * 1024;
+extern unsigned char shared[];
+alignas(1024) unsigned char shared[SHARED_SIZE];
+
+// --- fibers -----------------------------------------------------------------------------------------------
+
+constexpr int MAX_THREADS = 384;
+static std::string error;
+static u64 progress;  // grows with everything that a waiting thread could wait for
+static u64 random_state = 1;
+
+static u32 random_below(u32 n) {
+    random_state = random_state * 6364136223846793005ull + 1442695040888963407ull;
+    return u32(random_state >> 33) % n;
+}
+
+struct Rendezvous {
+    int arrived = 0;
+    u32 generation = 0;
+    u32 slot[2][128];
+};
+
+struct Store {
+    TensorMap map;
+    u32 from;
+    int at[3];
+};
+
+struct Product {
+    float* d;
+    u64 a, b;
+    u32 add;
+};
+
+struct Group {
+    std::vector<Store> stores;
+    bool read = false;
+};
+
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack;
+    bool done = false;
+    std::vector<u32> unfenced;
+    std::vector<Product> products;
+    std::vector<Store> stores;
+    std::vector<Group*> groups;
+};
+
+static Fiber fibers[MAX_THREADS];
+static ucontext_t main_context;
+static int current;
+static Rendezvous warps[MAX_THREADS / 32], groups_of_warps[MAX_THREADS / 128], block_barrier;
+static std::deque<Group> all_groups;
+
+static void yield_fiber() {
+    const int me = current;
+    swapcontext(&fibers[me].context, &main_context);
+    current = me;
+    threadIdx.x = me;
+}
+
+static void fail(const std::string& what) {
+    if (error.empty()) error = what;
+    fibers[current].done = true;
+    yield_fiber();
+}
+
+static u32 meet(Rendezvous& r, int size, int index, u32 value, int source) {
+    const u32 mine = r.generation;
+    r.slot[mine & 1][index] = value;
+    if (++r.arrived == size) {
+        r.arrived = 0;
+        ++r.generation;
+        ++progress;
+    } else {
+        while (r.generation == mine) yield_fiber();
+    }
+    return r.slot[mine & 1][source];
+}
+
+static u32 bits_of(float x) {
+    u32 b;
+    memcpy(&b, &x, 4);
+    return b;
+}
+
+static float float_of(u32 b) {
+    float x;
+    memcpy(&x, &b, 4);
+    return x;
+}
+
+DEVICE void __syncthreads() { meet(block_barrier, MAX_THREADS, 0, 0, 0); }
+DEVICE void __syncwarp() { meet(warps[current / 32], 32, current % 32, 0, 0); }
+DEVICE u32 __shfl_sync(u32, u32 value, int lane) {
+    return meet(warps[current / 32], 32, current % 32, value, lane);
+}
+DEVICE float __shfl_sync(u32, float value, int lane) {
+    return float_of(meet(warps[current / 32], 32, current % 32, bits_of(value), lane));
+}
+DEVICE float __shfl_xor_sync(u32 mask, float value, int other) {
+    return __shfl_sync(mask, value, current % 32 ^ other);
+}
+
+// --- mbarrier ---------------------------------------------------------------------------------------------
+
+struct Barrier {
+    int count = 0, pending = 0;
+    long bytes = 0;
+    u32 phase = 0;
+
+    void check() {
+        if (pending == 0 && bytes == 0) {
+            phase ^= 1;
+            pending = count;
+            ++progress;
+        }
+    }
+};
+static Barrier barriers[SHARED_SIZE / 8];
+
+static Barrier& barrier_at(u32 address) {
+    if (address % 8) fail("a barrier is misaligned");
+    return barriers[address / 8];
+}
+
+DEVICE u32 shared_address(const void* pointer) { return u32((const unsigned char*)pointer - shared); }
+DEVICE void barrier_init(u32 barrier, u32 arrivals) {
+    barrier_at(barrier) = Barrier{int(arrivals), int(arrivals), 0, 0};
+}
+DEVICE void fence_barrier_init() {}
+DEVICE void barrier_arrive(u32 barrier) {
+    Barrier& b = barrier_at(barrier);
+    if (--b.pending < 0) fail("too many arrivals on a barrier");
+    b.check();
+}
+DEVICE void barrier_expect(u32 barrier, u32 bytes) {
+    barrier_at(barrier).bytes += bytes;
+    barrier_arrive(barrier);
+}
+DEVICE void barrier_wait(u32 barrier, u32 parity) {
+    while (barrier_at(barrier).phase == (parity & 1)) yield_fiber();
+}
+
+// --- copy engine ------------------------------------------------------------------------------------------
+
+static u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
+
+static std::deque<std::function<void()>> pending_loads;
+static std::vector<char> unfenced(SHARED_SIZE, 0);
+
+template <typename Visit>
+static void for_box(const TensorMap& map, u32 base, const int (&at)[3], Visit visit) {
+    if (map.box[0] * map.element != 128 || map.box[2] != 1) fail("not a box of 128-byte rows");
+    if (base % 1024) fail("a box is not 1024-byte aligned");
+    for (u64 j = 0; j < map.box[1]; ++j)
+        for (u64 i = 0; i < map.box[0]; ++i) {
+            const long x = at[0] + long(i), y = at[1] + long(j), z = at[2];
+            const bool inside = x >= 0 && y >= 0 && z >= 0 && x < long(map.extent[0]) &&
+                                y < long(map.extent[1]) && z < long(map.extent[2]);
+            char* global = (char*)map.address + z * long(map.stride[1]) + y * long(map.stride[0]) +
+                           x * long(map.element);
+            visit(swizzled(base + u32(j * 128 + i * map.element)), inside ? global : nullptr);
+        }
+}
+
+DEVICE void prefetch_map(const TensorMap&) {}
+
+DEVICE void load_box(u32 to, const TensorMap& map, u32 barrier, int x, int y, int z) {
+    const int at[3] = {x, y, z};
+    for_box(map, to, at, [&](u32 s, char*) { memset(shared + s, 0xFF, map.element); });
+    pending_loads.push_back([=] {
+        for_box(map, to, at, [&](u32 s, char* g) {
+            if (g) memcpy(shared + s, g, map.element);
+            else memset(shared + s, 0, map.element);
+        });
+        Barrier& b = barrier_at(barrier);
+        b.bytes -= long(map.box[1]) * 128;
+        b.check();
+    });
+}
+
+DEVICE void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
+    if (to % 16 || u64(from) % 16 || bytes % 16) fail("a bulk copy is misaligned");
+    memset(shared + to, 0xFF, bytes);
+    pending_loads.push_back([=] {
+        memcpy(shared + to, from, bytes);
+        Barrier& b = barrier_at(barrier);
+        b.bytes -= bytes;
+        b.check();
+    });
+}
+
+DEVICE void store_box(const TensorMap& map, u32 from, int x, int y, int z) {
+    fibers[current].stores.push_back(Store{map, from, {x, y, z}});
+}
+
+DEVICE void store_commit() {
+    all_groups.push_back(Group{std::move(fibers[current].stores)});
+    fibers[current].stores.clear();
+    fibers[current].groups.push_back(&all_groups.back());
+}
+
+static void perform(Group& group) {
+    for (const Store& s : group.stores)
+        for_box(s.map, s.from, s.at, [&](u32 at, char* g) {
+            for (u64 i = 0; i < s.map.element; ++i)
+                if (unfenced[at + i] && error.empty()) error = "a bulk store reads bytes without a fence";
+            if (g) memcpy(g, shared + at, s.map.element);
+        });
+    group.read = true;
+    ++progress;
+}
+
+template <int PENDING>
+DEVICE void store_wait_read() {
+    auto& mine = fibers[current].groups;
+    for (size_t i = 0; i + PENDING < mine.size(); ++i)
+        while (!mine[i]->read) yield_fiber();
+}
+DEVICE void store_wait_all() { store_wait_read<0>(); }
+
+DEVICE void fence_async_proxy() {
+    for (u32 byte : fibers[current].unfenced) unfenced[byte] = 0;
+    fibers[current].unfenced.clear();
+}
+
+// --- wgmma ------------------------------------------------------------------------------------------------
+
+template <u32 REGISTERS>
+DEVICE void registers_up() {}
+template <u32 REGISTERS>
+DEVICE void registers_down() {}
+
+DEVICE u64 operand(u32 address) {
+    return u64((address & 0x3FFFF) >> 4) | u64(1024 >> 4) << 32 | u64(1) << 62;
+}
+DEVICE void wgmma_fence() {}
+DEVICE void wgmma_commit() {}
+template <int N>
+DEVICE void pin(float (&)[N]) {}
+
+static float e4m3_table[256];
+
+static float e4m3_value(int byte) {
+    const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+    if ((byte & 0x7F) == 0x7F) return NAN;
+    const float magnitude = exponent ? std::ldexp(1.f + mantissa / 8.f, exponent - 7) : std::ldexp(mantissa / 8.f, -6);
+    return byte & 0x80 ? -magnitude : magnitude;
+}
+
+// 32 bytes along K of row `row` of an operand.
+static void operand_row(u64 operand, int row, float (&k)[32]) {
+    const u32 start = u32(operand & 0x3FFF) << 4, stride = u32(operand >> 32 & 0x3FFF) << 4;
+    for (int i = 0; i < 32; ++i)
+        k[i] = e4m3_table[shared[swizzled(start + row / 8 * stride + row % 8 * 128 + i)]];
+}
+
+DEVICE void wgmma_m64n128k32(float (&d)[64], u64 a, u64 b, u32 add) {
+    fibers[current].products.push_back({d, a, b, add});
+    if (!add)
+        for (float& x : d) x = NAN;
+}
+
+DEVICE void wgmma_wait() {
+    Rendezvous& group = groups_of_warps[current / 128];
+    Fiber& me = fibers[current];
+    const int thread = current % 128;
+    const u32 first = u32(me.products.empty() ? 0 : me.products[0].a ^ me.products[0].b << 7);
+    if (meet(group, 128, thread, first, 0) != first) fail("threads of a warpgroup multiply different operands");
+    float a[2][32], b[32];
+    for (const Product& p : me.products) {
+        for (int i = 0; i < 2; ++i) operand_row(p.a, thread / 32 * 16 + thread % 32 / 4 + 8 * i, a[i]);
+        for (int j = 0; j < 16; ++j)
+            for (int c = 0; c < 2; ++c) {
+                operand_row(p.b, 8 * j + 2 * (thread % 4) + c, b);
+                for (int i = 0; i < 2; ++i) {
+                    float sum = p.add ? p.d[4 * j + 2 * i + c] : 0.f;
+                    for (int k = 0; k < 32; ++k) sum += a[i][k] * b[k];
+                    p.d[4 * j + 2 * i + c] = sum;
+                }
+            }
+    }
+    me.products.clear();
+    meet(group, 128, thread, 0, 0);
+}
+
+// --- plain memory and arithmetic --------------------------------------------------------------------------
+
+DEVICE float load_shared(u32 address) {
+    float x;
+    memcpy(&x, shared + address, 4);
+    return x;
+}
+DEVICE u32 load_shared_word(u32 address) {
+    u32 x;
+    memcpy(&x, shared + address, 4);
+    return x;
+}
+static void store_shared(u32 address, const void* value, u32 bytes) {
+    if (address % bytes) fail("a shared store is misaligned");
+    memcpy(shared + address, value, bytes);
+    for (u32 i = 0; i < bytes; ++i) {
+        unfenced[address + i] = 1;
+        fibers[current].unfenced.push_back(address + i);
+    }
+}
+DEVICE void store_shared_word(u32 address, u32 value) { store_shared(address, &value, 4); }
+DEVICE void store_shared_half(u32 address, u16 value) { store_shared(address, &value, 2); }
+
+DEVICE float exp2_approx(float x) { return std::exp2(x); }
+DEVICE float reciprocal_approx(float x) { return 1.f / x; }
+DEVICE float max_or_nan(float a, float b) { return a != a || b != b ? NAN : std::fmax(a, b); }
+
+static u32 bf16_bits(float x) {
+    const u32 b = bits_of(x);
+    return x != x ? 0x7FFF : (b + 0x7FFF + (b >> 16 & 1)) >> 16;
+}
+DEVICE u32 pack_bf16(float first, float second) { return bf16_bits(first) | bf16_bits(second) << 16; }
+
+// Nearest, ties to even, saturating.
+static u32 e4m3_bits(float x) {
+    if (x != x) return 0x7F;
+    const u32 sign = std::signbit(x) ? 0x80 : 0;
+    const float magnitude = std::fabs(x);
+    int best = 0;
+    for (int i = 1; i < 0x7F; ++i) {
+        const float now = std::fabs(e4m3_table[i] - magnitude), before = std::fabs(e4m3_table[best] - magnitude);
+        if (now < before || (now == before && i % 2 == 0)) best = i;
+    }
+    return sign | best;
+}
+DEVICE u16 pack_e4m3(float first, float second) { return u16(e4m3_bits(first) | e4m3_bits(second) << 8); }
+
+DEVICE float low_bf16(u32 packed) { return float_of(packed << 16); }
+DEVICE float high_bf16(u32 packed) { return float_of(packed & 0xFFFF0000u); }
+DEVICE float __fdiv_rn(float a, float b) { return a / b; }
+using std::max;
+using std::min;
+template <typename T>
+DEVICE T __ldg(const T* p) {
+    return *p;
+}
+
+// --- launch -----------------------------------------------------------------------------------------------
+
+static std::function<void()> body;
+
+static void fiber_main() {
+    body();
+    fibers[current].done = true;
+    yield_fiber();
+}
+
+static void engine_step() {
+    if (!pending_loads.empty() && random_below(3) == 0) {
+        const u32 pick = random_below(u32(pending_loads.size()));
+        auto load = pending_loads[pick];
+        pending_loads.erase(pending_loads.begin() + pick);
+        load();
+        ++progress;
+    }
+    for (auto& group : all_groups)
+        if (!group.read && random_below(4) == 0) {
+            perform(group);
+            break;
+        }
+}
+
+static void run_block() {
+    error.clear();
+    pending_loads.clear();
+    all_groups.clear();
+    memset(shared, 0xFF, SHARED_SIZE);
+    std::fill(unfenced.begin(), unfenced.end(), 0);
+    for (auto& w : warps) w = Rendezvous{};
+    for (auto& g : groups_of_warps) g = Rendezvous{};
+    block_barrier = Rendezvous{};
+    for (int i = 0; i < MAX_THREADS; ++i) {
+        Fiber& f = fibers[i];
+        f.done = false;
+        f.unfenced.clear(), f.products.clear(), f.stores.clear(), f.groups.clear();
+        f.stack.resize(128 * 1024);
+        getcontext(&f.context);
+        f.context.uc_stack.ss_sp = f.stack.data();
+        f.context.uc_stack.ss_size = f.stack.size();
+        f.context.uc_link = nullptr;
+        makecontext(&f.context, fiber_main, 0);
+    }
+    int idle = 0;
+    int stalled[MAX_THREADS / 32] = {};  // rounds that a warp rests: warps drift apart as on a GPU
+    while (error.empty()) {
+        const u64 before = progress;
+        bool alive = false;
+        for (int i = 0; i < MAX_THREADS; ++i) {
+            if (fibers[i].done) continue;
+            alive = true;
+            if (i % 32 == 0) {
+                if (stalled[i / 32] > 0) --stalled[i / 32];
+                else if (random_below(16) == 0) stalled[i / 32] = random_below(24);
+            }
+            if (stalled[i / 32] > 0) continue;
+            current = i;
+            threadIdx.x = i;
+            swapcontext(&main_context, &fibers[i].context);
+        }
+        if (!alive) break;
+        engine_step();
+        const bool engine_busy = !pending_loads.empty() || [] {
+            for (auto& g : all_groups)
+                if (!g.read) return true;
+            return false;
+        }();
+        idle = progress == before && !engine_busy ? idle + 1 : 0;
+        if (idle > 100) error = "every thread waits";
+    }
+    if (error.empty() && !pending_loads.empty()) error = "a block ended before its loads";
+    for (auto& g : all_groups)
+        if (error.empty() && !g.read) error = "a block ended before its stores";
+}
+
+template <typename... A, size_t... I>
+static void call(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {
+    kernel(*(std::remove_cv_t<A>*)arguments[I]...);
+}
+
+template <typename... A>
+static const char* launch_all(void (*kernel)(A...), int blocks, u64 seed, void** arguments) {
+    for (int i = 0; i < 256; ++i) e4m3_table[i] = e4m3_value(i);
+    random_state = seed;
+    gridDim.x = blocks;
+    body = [=] { call(kernel, arguments, std::index_sequence_for<A...>{}); };
+    for (int block = 0; block < blocks; ++block) {
+        blockIdx.x = block;
+        run_block();
+        if (!error.empty()) break;
+    }
+    return error.c_str();
+}

@@ -1,0 +1,49 @@
+"""The fp8 CUDA kernels compiled for Hopper without a GPU: what the assembler made of them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton
+
+from titan_megamoe.backends.hopper import fp8_gemm
+from titan_megamoe.backends.hopper.jit.compiler import compile_cubin, find_nvcc, find_nvrtc
+
+pytestmark = pytest.mark.skipif(find_nvcc()[0] is None and find_nvrtc() is None, reason="needs nvcc or NVRTC")
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+@pytest.mark.parametrize(
+    ("name", "defines"),
+    [
+        ("fp8_plain", ()),
+        ("fp8_up", ("SAVE",)),
+        ("fp8_up", ()),
+        ("fp8_down_backward", ("WRITE_GRADS", "WRITE_H")),
+        ("fp8_down_backward", ()),
+    ],
+)
+def test_kernel_spills_serialises_or_misses_the_tensor_cores(name, defines, tmp_path):
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compile_cubin(fp8_gemm.cuda_source(name), name, defines))
+    sass = subprocess.run([CUOBJDUMP, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+
+    def count(pattern: str) -> int:
+        return len(re.findall(pattern, sass))
+
+    assert count(r"QGMMA\.64x128x32\.F32\.E4M3\.E4M3") == 8
+    assert count(r"WARPGROUP\.DEPBAR") == 2, "a wait after every wgmma serialises them"
+    assert count(r"\b(LDL|STL)\b") == 0, "registers are spilled"
+    assert count(r"USETMAXREG") == 2, "setmaxnreg was ignored"
+
+
+def test_host_and_kernel_disagree_on_the_launch():
+    text = fp8_gemm.cuda_source("fp8_plain")
+    assert f"static_assert(SHARED_BYTES == {fp8_gemm.SHARED_BYTES}" in text
+    assert f"static_assert(THREADS == {fp8_gemm.THREADS}" in text

@@ -1,0 +1,163 @@
+"""The fp8 CUDA kernels, run on a CPU (cuda_on_cpu/simt.h), against the emulated recipe."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if shutil.which("g++") is None:
+    pytest.skip("needs g++", allow_module_level=True)
+
+from cuda_on_cpu import kernels
+
+from titan_megamoe.backends.hopper.fp8_gemm import Fp8Rows, gemm_plain_fp8, gemm_up_fp8
+from titan_megamoe.backends.hopper.tiles import tiles_from_counts
+from titan_megamoe.errors import ConfigError
+from titan_megamoe.precision import dequantize_act_1x128
+from titan_megamoe.testing.fp8_chain import (
+    LIMIT,
+    chain_errors,
+    make_experts,
+    reference_rows,
+    reference_weights,
+    relative,
+    run_chain,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_cpu(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        kernels.run_on_cpu(patch, tmp_path_factory.mktemp("cpu"))
+        yield
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "counts"),
+    [(144, 208, [5, 0, 130]), (320, 192, [128, 127, 1]), (272, 400, [33])],
+)
+def test_tails_swizzles_or_scales_are_wrong(hidden, intermediate, counts):
+    experts = make_experts(hidden, intermediate, counts)
+    errors = chain_errors(experts, run_chain(experts))
+    assert set(errors) == {"gate", "up", "o", "dx", "dweight", "dw1", "dw3", "dw2"}
+    assert all(error <= LIMIT / 4 for error in errors.values()), errors
+
+
+def test_frozen_parameters_change_other_gradients():
+    experts = make_experts(144, 208, [5, 60])
+    full = run_chain(experts)
+    frozen = run_chain(experts, need_grads=False, need_h=False, need_dw=False)
+    assert frozen.dgu16 is None and frozen.h16 is None and frozen.dweight is None
+    for span in experts.spans():
+        assert torch.equal(frozen.dx[span], full.dx[span])
+        for i in range(2):
+            assert torch.equal(frozen.dgu.data[i, span].float(), full.dgu.data[i, span].float())
+
+
+def test_long_contraction_reads_scales_of_other_blocks():
+    """More blocks of K than a warp has lanes."""
+    generator = torch.Generator().manual_seed(1)
+    contraction = 34 * 128
+    tiles = tiles_from_counts([3, 2], 5, "cpu")
+    rows = torch.randn(tiles.pool_rows, contraction, generator=generator).bfloat16()
+    w = torch.randn(2, 32, contraction, generator=generator).bfloat16()
+    w *= torch.logspace(-2, 2, 34).repeat_interleave(128).bfloat16()
+    a, b = reference_rows(rows), reference_weights([w])
+    out = gemm_plain_fp8(a, b.data, b.scale, tiles)
+    exact = dequantize_act_1x128(a.data[0], a.scale[0].t(), torch.float64)
+    for i, span in enumerate([slice(0, 3), slice(128, 130)]):
+        scale = b.scale[i].repeat_interleave(128, 1).double()
+        wanted = exact[span] @ (b.data[i].double() * scale).t()
+        assert relative(out[span], wanted.bfloat16()) < 1e-3
+
+
+def test_nan_inf_or_zero_rows_touch_others_or_are_hidden():
+    experts = make_experts(144, 208, [40])
+    w13 = reference_weights([experts.w1, experts.w3])
+    x = experts.x.clone()
+    x[7, 3], x[9, 140], x[11] = float("nan"), float("inf"), 0
+    experts.weight[13] = 0
+    clean, _ = gemm_up_fp8(reference_rows(experts.x), w13, experts.weight, experts.tiles)
+    h, gate_up = gemm_up_fp8(reference_rows(x), w13, experts.weight, experts.tiles)
+    assert gate_up is not None
+    for row in range(40):
+        values = dequantize_act_1x128(h.data[0, row : row + 1], h.scale[0, :, row : row + 1].t())
+        if row in (7, 9):
+            assert not values.isfinite().any() and not gate_up[:, row].isfinite().any()
+        elif row in (11, 13):
+            assert torch.equal(values, torch.zeros_like(values))
+        else:
+            assert torch.equal(h.data[0, row].float(), clean.data[0, row].float())
+            assert torch.equal(h.scale[0, :, row], clean.scale[0, :, row])
+
+
+def test_rows_past_the_tiles_in_use_are_written():
+    experts = make_experts(144, 48, [5])
+    h = reference_rows(torch.zeros(experts.tiles.pool_rows, 48).bfloat16())
+    w2 = reference_weights([experts.w2])
+    out = torch.full((experts.tiles.pool_rows, 144), 3.0, dtype=torch.bfloat16)
+    gemm_plain_fp8(h, w2.data, w2.scale, experts.tiles, out=out)
+    assert out[128:].eq(3).all() and out[:5].eq(0).all()
+
+
+def test_no_tile_hangs():
+    experts = make_experts(144, 48, [5])
+    tiles = replace(experts.tiles, num_tiles=torch.zeros(1, dtype=torch.int32))
+    h = reference_rows(torch.zeros(tiles.pool_rows, 48).bfloat16())
+    w2 = reference_weights([experts.w2])
+    gemm_plain_fp8(h, w2.data, w2.scale, tiles)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "complaint"),
+    [
+        ("", "", None),
+        ("    fence_async_proxy();\n", "", "without a fence"),
+        ("s.empty(at.stage), at.round ^ 1", "s.empty(at.stage), at.round", "every thread waits"),
+        ("barrier_init(s.empty(i), WARPS)", "barrier_init(s.empty(i), WARPS / 2)", "every thread waits"),
+        ("wgmma_wait();\n            pin(product);\n            promote(sums.left", "promote(sums.left",
+         "wrong result"),
+    ],
+    ids=["nothing", "fence", "parity", "count", "wait"],
+)  # fmt: skip
+def test_simulator_misses_a_broken_protocol(tmp_path, before, after, complaint):
+    source = (kernels.CUDA / "fp8_gemm.cuh").read_text()
+    assert before in source
+    library = kernels.build(tmp_path, "fp8_plain", (), source.replace(before, after) if before else source)
+    kinds = ("map",) * 3 + ("ptr",) * 4 + ("i32",) * 5
+    blocks = 12
+    rows = torch.randn(128, 128 * blocks).bfloat16()
+    matrix = torch.randn(1, 16, 128 * blocks).bfloat16()
+    a, w = reference_rows(rows), reference_weights([matrix])
+    tiles = tiles_from_counts([128], 128, "cpu")
+    out = torch.zeros(1, 128, 16, dtype=torch.bfloat16)
+    maps = [kernels.CpuMap(t, (1, 128, 128)) for t in (a.data, w.data)] + [kernels.CpuMap(out, (1, 16, 64))]
+    arguments = (*maps, a.scale, w.scale, tiles.tile_expert, tiles.num_tiles, 128, 16, blocks, 1, 1)
+    found = None
+    try:
+        kernels.CpuKernel(library, "fp8_plain", kinds).launch(1, arguments, None)
+        if not relative(out[0], rows.float() @ matrix[0].float().t()) < 0.06:
+            found = "wrong result"
+    except AssertionError as error:
+        found = str(error)
+    assert (found or "") == "" if complaint is None else complaint in (found or ""), found
+
+
+def test_wrong_operands_are_misread_instead_of_refused():
+    experts = make_experts(144, 48, [5])
+    w13, w2 = reference_weights([experts.w1, experts.w3]), reference_weights([experts.w2])
+    x, rows = reference_rows(experts.x), experts.tiles.pool_rows
+    with pytest.raises(ConfigError, match="a.data is"):
+        gemm_plain_fp8(Fp8Rows(x.data.view(torch.uint8), x.scale), w2.data, w2.scale, experts.tiles)
+    with pytest.raises(ConfigError, match="weight is"):
+        gemm_plain_fp8(
+            reference_rows(torch.zeros(rows, 48).bfloat16()), w2.data[:, :, :32], w2.scale, experts.tiles
+        )
+    with pytest.raises(ConfigError, match="x.scale is"):
+        gemm_up_fp8(Fp8Rows(x.data, x.scale.transpose(1, 2)), w13, experts.weight, experts.tiles)
+    with pytest.raises(ConfigError, match="multiple of 16"):
+        gemm_plain_fp8(Fp8Rows.empty(1, rows, 40, x.data.device), w2.data[..., :40], w2.scale, experts.tiles)

@@ -1,0 +1,77 @@
+// Gate and up projections with SwiGLU, the top-k weight and the quantization of h' in the epilogue.
+//
+//     g, u  = x·W1ᵀ, x·W3ᵀ                       fp32 sums, see fp8_gemm.cuh for the roles
+//     h'    = w · silu(g) · u                    e4m3 with one scale per row and 128 columns of I
+//     g, u  as bf16 too, where a backward follows (SAVE)
+//
+// A tile is 128 rows × 128 columns of I, gate and up side by side: its rows' 128 values are one scale block, held
+// by four threads. So h' is quantized from the fp32 registers and never read back. The 1×128 scale is that of
+// precision/quantize.py; NaN and Inf stay in their row's block.
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_up(
+    const __grid_constant__ TensorMap x,        // (1, P, H) e4m3, box (1, 128, 128)
+    const __grid_constant__ TensorMap w13,      // (2e, I, H) e4m3: all of W1, then all of W3; box (1, 128, 128)
+    const __grid_constant__ TensorMap h,        // (1, P, I) e4m3, box (1, 16, 128)
+    const __grid_constant__ TensorMap gate_up,  // (2, P, I) bf16, box (1, 16, 64); unused without SAVE
+    const float* scale_x,                       // (⌈H/128⌉, P)
+    const float* scale_w13,                     // (2e, ⌈I/128⌉, ⌈H/128⌉)
+    float* scale_h,                             // (⌈I/128⌉, P)
+    const float* weight,                        // (P) top-k weight of each row
+    const int* tile_expert, const int* num_tiles, int pool_rows, int columns, int k_blocks, int experts) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const Problem p{scale_x, scale_w13, tile_expert, num_tiles, pool_rows, columns, k_blocks, 1, experts,
+                    experts, 0};
+    const Shared s = open_block(shared);
+    if (threadIdx.x >= MATH_THREADS) {
+        registers_down<LOAD_REGISTERS>();
+        if (threadIdx.x == MATH_THREADS) fill(p, s, x, w13, [](const Tile&, Position&) {});
+    } else {
+        registers_up<MATH_REGISTERS>();
+        const u32 lane = threadIdx.x % 32;
+        const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+        const u32 staging = s.staging(warp);
+        const int column_tiles = p.column_tiles();
+        const int total = __ldg(num_tiles) * column_tiles;
+        Position at;
+        for (int index = blockIdx.x; index < total; index += gridDim.x) {
+            const Tile tile(p, index, column_tiles);
+            const int row = tile.row + warp * WARP_ROWS;
+            const float upper_weight = __ldg(weight + row + lane / 4);
+            const float lower_weight = __ldg(weight + row + lane / 4 + 8);
+            Sums sums;
+            accumulate(p, s, tile, at, sums);
+            reclaim_staging();
+#ifdef SAVE
+            stage_bf16<0>(sums.left, staging + PIECE_BYTES);
+            stage_bf16<1>(sums.left, staging + 2 * PIECE_BYTES);
+            stage_bf16<0>(sums.right, staging + 3 * PIECE_BYTES);
+            stage_bf16<1>(sums.right, staging + 4 * PIECE_BYTES);
+            hand_to_copy_engine();
+            if (lane == 0) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int column = tile.column + i % 2 * 64;
+                    if (column < columns) store_box(gate_up, staging + (1 + i) * PIECE_BYTES, column, row, i / 2);
+                }
+                store_commit();
+            }
+#endif
+            float upper_max = 0.f, lower_max = 0.f;
+#pragma unroll
+            for (int i = 0; i < 64; ++i) {
+                const float g = sums.left[i];
+                const float value = g * sigmoid(g) * sums.right[i] * (i % 4 < 2 ? upper_weight : lower_weight);
+                sums.left[i] = value;
+                float& most = i % 4 < 2 ? upper_max : lower_max;
+                most = max_or_nan(most, fabsf(value));
+            }
+            quantize(sums.left, upper_max, lower_max, staging, scale_h + u64(tile.column / BLOCK) * pool_rows + row);
+            hand_to_copy_engine();
+            if (lane == 0) {
+                store_box(h, staging, tile.column, row, 0);
+                store_commit();
+            }
+        }
+        if (lane == 0) store_wait_all();
+    }
+}

@@ -1,0 +1,111 @@
+"""Expand quantized tokens into the pool: data and scales of a token to the row of every local slot.
+
+    pool[slot_row[token, k]] = data of the token,   pool_scale[:, slot_row[token, k]] = its scales
+
+A remote token crosses NVLink once, as H + 4·⌈H/128⌉ bytes, read from its owner's symmetric buffer by blocks
+that alternate with blocks of local tokens (see expand.py). The pool's scales are stored block-first,
+(⌈H/128⌉, P), so that the GEMMs load the scales of 128 rows as 512 contiguous bytes.
+
+Blocks wait for nothing. Padding rows of the pool are left undefined.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...precision.quantize import BLOCK
+from ...routing import RoutingPlan
+from .combine import _rows_of
+from .fp8_gemm import Fp8Rows
+from .fp8_quantize import check_fp8_dims
+
+
+@triton.jit
+def _expand_fp8_kernel(
+    local_ptr, local_scale_ptr, remote_ptr, remote_scale_ptr, delta_ptr, pool_ptr, pool_scale_ptr,
+    slot_row_ptr, recv_token_ptr, recv_count_ptr, num_tokens, max_tokens, WORDS, HB, pool_rows,
+    local_blocks, remote_blocks, RANK: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_B: tl.constexpr, FROM_PEERS: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    both = tl.minimum(local_blocks, remote_blocks)
+    paired = block < 2 * both
+    is_remote = tl.where(paired, block % 2 == 0, local_blocks < remote_blocks)
+    index = tl.where(paired, block // 2, block - both)
+    at = index * BLOCK_T + tl.arange(0, BLOCK_T)
+    live = at < tl.where(is_remote, tl.load(recv_count_ptr), num_tokens)
+    flat = tl.load(recv_token_ptr + at, mask=live & is_remote, other=0)
+    start = at.to(tl.int64) * WORDS
+    scale_start = at.to(tl.int64) * HB
+    if FROM_PEERS:
+        source = flat // max_tokens
+        token = (flat - source * max_tokens).to(tl.int64)
+        away = tl.load(delta_ptr + source, mask=live & is_remote, other=0) // 4
+        start = tl.where(is_remote, away + token * WORDS, start)
+        scale_start = tl.where(is_remote, away + token * HB, scale_start)
+    start = tl.multiple_of(start, [4])
+    flat = tl.where(is_remote, flat, RANK * max_tokens + at)
+    base = tl.where(is_remote, remote_ptr, local_ptr)
+    scale_base = tl.where(is_remote, remote_scale_ptr, local_scale_ptr)
+    if tl.max(live.to(tl.int32), axis=0) != 0:
+        rows = _rows_of(slot_row_ptr, flat * K, live, K)
+        b = tl.arange(0, BLOCK_B)
+        mask_b = live[:, None] & (b < HB)[None, :]
+        scale = tl.load(scale_base + scale_start[:, None] + b[None, :], mask=mask_b)
+        for k in tl.static_range(K):
+            to = pool_scale_ptr + b[None, :].to(tl.int64) * pool_rows + rows[k][:, None]
+            tl.store(to, scale, mask=mask_b & (rows[k] >= 0)[:, None])
+        for w in tl.range(0, WORDS, BLOCK_W, num_stages=1):
+            word = w + tl.arange(0, BLOCK_W)
+            mask = live[:, None] & (word < WORDS)[None, :]
+            data = tl.load(base + start[:, None] + word[None, :], mask=mask)
+            for k in tl.static_range(K):
+                target = pool_ptr + rows[k].to(tl.int64)[:, None] * WORDS + word[None, :]
+                tl.store(target, data, mask=mask & (rows[k] >= 0)[:, None])
+
+
+def expand_fp8(
+    plan: RoutingPlan,
+    local: tuple[Tensor, Tensor],
+    remote: tuple[Tensor, Tensor],
+    delta: Tensor,
+    *,
+    from_peers: bool,
+    out: Fp8Rows | None = None,
+) -> Fp8Rows:
+    """The pool's rows from quantized tokens, on the current stream.
+
+    Args:
+        plan: the call's plan.
+        local: (T, H) e4m3 and (T, ⌈H/128⌉) fp32 of this rank's tokens.
+        remote: rows in receive order, or, with `from_peers`, this rank's symmetric buffers, whose likes on
+            the peers lie `delta` bytes away.
+        delta: (W,) int64, multiples of 16.
+        out: the pool to write; new when None.
+
+    Raises:
+        ConfigError: H is not a multiple of 16.
+    """
+    shape = plan.shape
+    num_tokens, hidden = local[0].shape
+    check_fp8_dims(hidden, 16)
+    blocks = triton.cdiv(hidden, BLOCK)
+    if out is None:
+        out = Fp8Rows.empty(1, shape.pool_rows, hidden, local[0].device)
+    words = hidden // 4
+    block_t = 2
+    local_blocks = triton.cdiv(num_tokens, block_t)
+    remote_blocks = triton.cdiv(shape.recv_rows, block_t)
+    if local_blocks + remote_blocks:
+        _expand_fp8_kernel[(local_blocks + remote_blocks,)](
+            local[0].view(torch.int32), local[1], remote[0].view(torch.int32), remote[1], delta,
+            out.data.view(torch.int32), out.scale, plan.slot_row, plan.recv_token, plan.recv_count,
+            num_tokens, shape.max_tokens, words, blocks, shape.pool_rows, local_blocks, remote_blocks,
+            RANK=shape.rank, K=shape.top_k, BLOCK_T=block_t,
+            BLOCK_W=min(triton.next_power_of_2(words), 1024),
+            BLOCK_B=triton.next_power_of_2(blocks), FROM_PEERS=from_peers, num_warps=4,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,280 @@
+"""The fp8 expert GEMMs: three CUDA kernels on one main loop (cuda/fp8_gemm.cuh), and how to call them.
+
+    gemm_up_fp8               h' = quantize(w · silu(x·W1ᵀ) · (x·W3ᵀ)), g and u where a backward follows
+    gemm_plain_fp8            o = h'·W2ᵀ; dx = dg·W1 + du·W3
+    gemm_down_backward_fp8    dg, du, h', dw from dy and the saved g, u
+
+Operands are e4m3 with 1×128 (rows) and 128×128 (weights) reciprocal scales; sums are fp32, promoted every
+128 of the contraction. Rows lie in the pool that `tiles` describes; its counts are read on the device only.
+
+Sources need nvcc or NVRTC once (jit/). Nothing here checks the GPU: the backend does.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ...precision.quantize import BLOCK
+from .fp8_quantize import QuantizedWeight, check_fp8_dims
+from .gemm_common import GemmConfig, check_matrix, check_pool, grid_size
+from .jit import Kernel, load_kernel, tensor_map
+from .jit.tensor_map import TensorMap
+from .tiles import BLOCK_M, PoolTiles
+
+THREADS = 384
+SHARED_BYTES = 230_960
+"""Dynamic shared memory of every kernel; SHARED_BYTES of cuda/fp8_gemm.cuh."""
+COLUMNS = 256
+"""Columns of a tile of gemm_plain_fp8 and gemm_down_backward_fp8; gemm_up_fp8 has 128 of I."""
+STORE_ROWS = 16
+_TABLES = ("ptr", "ptr", "i32", "i32", "i32")  # tile_expert, num_tiles, P, columns, K blocks
+
+
+class Fp8Rows(NamedTuple):
+    """Rows of the pool as e4m3 with one fp32 reciprocal scale per row and 128 columns.
+
+    Attributes:
+        data: (S, P, N) e4m3; S matrices of the same rows (2 for dg and du).
+        scale: (S, ⌈N/128⌉, P) fp32, block-first.
+    """
+
+    data: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def empty(matrices: int, rows: int, columns: int, device: torch.device) -> Fp8Rows:
+        return Fp8Rows(
+            torch.empty(matrices, rows, columns, dtype=torch.float8_e4m3fn, device=device),
+            torch.empty(matrices, triton.cdiv(columns, BLOCK), rows, dtype=torch.float32, device=device),
+        )
+
+
+class DownBackwardFp8(NamedTuple):
+    """Results of `gemm_down_backward_fp8`.
+
+    Attributes:
+        dgu: (2, P, I) e4m3: dg, du.
+        dgu16: (2, P, I) bf16, the same values rounded from fp32; None unless asked for.
+        h_RI: (P, I) bf16, h' = w · silu(g) · u; None unless asked for.
+        dw_parts: (⌈I/256⌉, P) fp32, partial sums of each row's top-k weight gradient; None unless asked for.
+    """
+
+    dgu: Fp8Rows
+    dgu16: Tensor | None
+    h_RI: Tensor | None
+    dw_parts: Tensor | None
+
+
+@functools.cache
+def cuda_source(name: str) -> str:
+    """The whole text of a kernel: what it shares with the others, then its own file."""
+    folder = Path(__file__).with_name("cuda")
+    return "\n".join((folder / file).read_text() for file in ("ptx.cuh", "fp8_gemm.cuh", f"{name}.cu"))
+
+
+def _kernel(name: str, kinds: tuple[str, ...], device: torch.device, defines: tuple[str, ...] = ()) -> Kernel:
+    return _loaded(
+        name, kinds, torch.cuda.current_device() if device.index is None else device.index, defines
+    )
+
+
+@functools.cache
+def _loaded(name: str, kinds: tuple[str, ...], device: int, defines: tuple[str, ...]) -> Kernel:
+    return load_kernel(
+        cuda_source(name), name, name, kinds, threads=THREADS, shared_bytes=SHARED_BYTES,
+        device=torch.device("cuda", device), defines=defines,
+    )  # fmt: skip
+
+
+def _operand_map(x: Tensor) -> TensorMap:
+    """Boxes of 128 rows × 128 e4m3 of one matrix of x (S, M, N)."""
+    return tensor_map(x, (1, BLOCK, BLOCK))
+
+
+def _store_map(x: Tensor) -> TensorMap:
+    """Boxes of one warp's rows × 128 bytes of one matrix of x (S, M, N)."""
+    return tensor_map(x, (1, STORE_ROWS, BLOCK // x.element_size()))
+
+
+def check_rows(name: str, x: Fp8Rows, matrices: int, rows: int, columns: int) -> None:
+    """Raise ConfigError unless x holds `matrices` of (rows, columns)."""
+    check_matrix(f"{name}.data", x.data, (matrices, rows, columns), torch.float8_e4m3fn)
+    blocks = triton.cdiv(columns, BLOCK)
+    check_matrix(f"{name}.scale", x.scale, (matrices, blocks, rows), torch.float32)
+
+
+def _check_weight(name: str, data: Tensor, scale: Tensor, shape: tuple[int, int, int]) -> None:
+    check_matrix(name, data, shape, torch.float8_e4m3fn)
+    layers, m, n = shape
+    check_matrix(
+        f"{name}'s scale", scale, (layers, triton.cdiv(m, BLOCK), triton.cdiv(n, BLOCK)), torch.float32
+    )
+
+
+def gemm_up_fp8(
+    x: Fp8Rows,
+    w13: QuantizedWeight,
+    weight_R: Tensor,
+    tiles: PoolTiles,
+    *,
+    save: bool = True,
+    reserved_sms: int = 0,
+) -> tuple[Fp8Rows, Tensor | None]:
+    """Gate and up projections, SwiGLU and top-k weight, for the rows of the tiles in use.
+
+    Args:
+        x: (1, P, H) rows.
+        w13: 2e layers (I, H): W1 of all experts, then W3.
+        weight_R: (P,) fp32 top-k weight of each row.
+        tiles: the pool's tables; read on the device.
+        save: also write the pre-activations that the backward needs.
+        reserved_sms: SMs left to other streams.
+
+    Returns:
+        h' as (1, P, I) rows, quantized from fp32; (2, P, I) bf16 gate and up, or None. Padding rows hold
+        garbage; rows past the tiles in use are not written.
+
+    Raises:
+        ConfigError: a shape, dtype, layout or dimension does not fit; before any launch.
+        UnsupportedError: no driver or no compiler (jit/).
+    """
+    layers, intermediate, hidden = w13.data.shape
+    rows, experts, device = x.data.shape[1], layers // 2, x.data.device
+    check_fp8_dims(hidden, intermediate)
+    check_pool(tiles, rows, experts)
+    check_rows("x", x, 1, rows, hidden)
+    _check_weight("w13", w13.data, w13.scale, (2 * experts, intermediate, hidden))
+    check_matrix("weight_R", weight_R, (rows,), torch.float32)
+    h = Fp8Rows.empty(1, rows, intermediate, device)
+    gate_up = x.data.new_empty(2, rows, intermediate, dtype=torch.bfloat16) if save else None
+    kinds = ("map",) * 4 + ("ptr",) * 4 + _TABLES + ("i32",)
+    kernel = _kernel("fp8_up", kinds, device, ("SAVE",) if save else ())
+    h_map = _store_map(h.data)
+    kernel.launch(
+        grid_size(device, GemmConfig(), reserved_sms),
+        (
+            _operand_map(x.data), _operand_map(w13.data), h_map,
+            h_map if gate_up is None else _store_map(gate_up),
+            x.scale, w13.scale, h.scale, weight_R, tiles.tile_expert, tiles.num_tiles, rows, intermediate,
+            triton.cdiv(hidden, BLOCK), experts,
+        ),
+        device,
+    )  # fmt: skip
+    return h, gate_up
+
+
+def gemm_plain_fp8(
+    a: Fp8Rows,
+    weight: Tensor,
+    scale: Tensor,
+    tiles: PoolTiles,
+    *,
+    out: Tensor | None = None,
+    reserved_sms: int = 0,
+) -> Tensor:
+    """out[r] = Σ_s a[s, r] · weight[s · e + expert of r]ᵀ for the rows of the tiles in use.
+
+    Args:
+        a: (S, P, K) rows: h' for GEMM2 (S = 1), dg and du for dgrad1 (S = 2).
+        weight: (S · e, N, K) e4m3: W2, or W1 and W3 transposed (`QuantizedWeight.data_t`).
+        scale: (S · e, ⌈N/128⌉, ⌈K/128⌉) fp32.
+        tiles: the pool's tables; read on the device.
+        out: (P, N) bf16 to write; a new tensor when None.
+        reserved_sms: SMs left to other streams.
+
+    Returns:
+        (P, N) bf16. Padding rows hold garbage; rows past the tiles in use are not written.
+
+    Raises:
+        ConfigError: a shape, dtype, layout or dimension does not fit; before any launch.
+        UnsupportedError: no driver or no compiler (jit/).
+    """
+    matrices, rows, contraction = a.data.shape
+    layers, columns, _ = weight.shape
+    experts, device = layers // matrices, a.data.device
+    check_fp8_dims(columns, contraction)
+    check_pool(tiles, rows, experts)
+    check_rows("a", a, matrices, rows, contraction)
+    _check_weight("weight", weight, scale, (matrices * experts, columns, contraction))
+    if out is None:
+        out = a.data.new_empty(rows, columns, dtype=torch.bfloat16)
+    check_matrix("out", out, (rows, columns), torch.bfloat16)
+    kernel = _kernel("fp8_plain", ("map",) * 3 + ("ptr",) * 2 + _TABLES + ("i32", "i32"), device)
+    kernel.launch(
+        grid_size(device, GemmConfig(), reserved_sms),
+        (
+            _operand_map(a.data), _operand_map(weight), _store_map(out.view(1, rows, columns)),
+            a.scale, scale, tiles.tile_expert, tiles.num_tiles, rows, columns,
+            triton.cdiv(contraction, BLOCK), matrices, experts,
+        ),
+        device,
+    )  # fmt: skip
+    return out
+
+
+def gemm_down_backward_fp8(
+    dy: Fp8Rows,
+    w2: QuantizedWeight,
+    gate_up: Tensor,
+    weight_R: Tensor,
+    tiles: PoolTiles,
+    *,
+    need_grads: bool = True,
+    need_h: bool = True,
+    need_dw: bool = True,
+    reserved_sms: int = 0,
+) -> DownBackwardFp8:
+    """Gradients of gate, up and top-k weight from dy, for the rows of the tiles in use.
+
+    Args:
+        dy: (1, P, H) rows, the output gradient of each routed row, without its top-k weight.
+        w2: e layers (H, I).
+        gate_up: (2, P, I) bf16, gate and up pre-activations saved by the forward.
+        weight_R: (P,) fp32 top-k weight of each row.
+        tiles: the pool's tables; read on the device.
+        need_grads: also write dg and du in bf16, for bf16 weight gradients of W1 and W3.
+        need_h: also write h' in bf16, for a bf16 weight gradient of W2.
+        need_dw: also compute the top-k weight's gradient.
+        reserved_sms: SMs left to other streams.
+
+    Returns:
+        DownBackwardFp8. Padding rows hold garbage; rows past the tiles in use are not written.
+
+    Raises:
+        ConfigError: a shape, dtype, layout or dimension does not fit; before any launch.
+        UnsupportedError: no driver or no compiler (jit/).
+    """
+    experts, hidden, intermediate = w2.data.shape
+    rows, device = dy.data.shape[1], dy.data.device
+    check_fp8_dims(hidden, intermediate)
+    check_pool(tiles, rows, experts)
+    check_rows("dy", dy, 1, rows, hidden)
+    _check_weight("w2 transposed", w2.data_t, w2.scale_t, (experts, intermediate, hidden))
+    check_matrix("gate_up", gate_up, (2, rows, intermediate), torch.bfloat16)
+    check_matrix("weight_R", weight_R, (rows,), torch.float32)
+    dgu = Fp8Rows.empty(2, rows, intermediate, device)
+    dgu16 = torch.empty_like(gate_up) if need_grads else None
+    h_RI = gate_up.new_empty(rows, intermediate) if need_h else None
+    parts = triton.cdiv(intermediate, COLUMNS)
+    dw_parts = weight_R.new_empty(parts, rows) if need_dw else None
+    defines = ("WRITE_GRADS",) * need_grads + ("WRITE_H",) * need_h
+    kinds = ("map",) * 6 + ("ptr",) * 5 + _TABLES + ("i32",)
+    saved_map = tensor_map(gate_up, (1, BLOCK_M, BLOCK // 2))
+    _kernel("fp8_down_backward", kinds, device, defines).launch(
+        grid_size(device, GemmConfig(), reserved_sms),
+        (
+            _operand_map(dy.data), _operand_map(w2.data_t), saved_map, _store_map(dgu.data),
+            saved_map if dgu16 is None else _store_map(dgu16),
+            saved_map if h_RI is None else _store_map(h_RI.view(1, rows, intermediate)),
+            dy.scale, w2.scale_t, dgu.scale, weight_R, dw_parts, tiles.tile_expert, tiles.num_tiles,
+            rows, intermediate, triton.cdiv(hidden, BLOCK), experts,
+        ),
+        device,
+    )  # fmt: skip
+    return DownBackwardFp8(dgu, dgu16, h_RI, dw_parts)

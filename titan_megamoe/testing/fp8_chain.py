@@ -1,0 +1,171 @@
+"""The fp8 kernels of one rank's experts, one after the other, against the emulated recipe.
+
+quantize → gemm1 → gemm2, then quantize → dgrad2 → dgrad1, on a pool whose padding and unused rows are NaN.
+What is left between kernels and emulation is the order of summation, and the e4m3 values that it tips to the
+next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends.hopper.fp8_gemm import (
+    Fp8Rows,
+    gemm_down_backward_fp8,
+    gemm_plain_fp8,
+    gemm_up_fp8,
+)
+from ..backends.hopper.fp8_quantize import QuantizedWeight
+from ..backends.hopper.tiles import BLOCK_M, PoolTiles, tiles_from_counts
+from ..precision import (
+    expert_backward,
+    expert_forward,
+    get_recipe,
+    quantize_act_1x128,
+    quantize_weight_128x128,
+)
+
+NAN = float("nan")
+LIMIT = 4e-3
+"""Relative L2 error against the emulated recipe."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Random experts and a pool of rows for them."""
+
+    hidden: int
+    intermediate: int
+    counts: list[int]
+    tiles: PoolTiles
+    w1: Tensor
+    w3: Tensor
+    w2: Tensor
+    x: Tensor
+    dy: Tensor
+    weight: Tensor
+
+    def spans(self) -> list[slice]:
+        """The rows of each expert."""
+        offs = self.tiles.offs.tolist()
+        return [slice(o, o + c) for o, c in zip(offs, self.counts, strict=False)]
+
+
+def make_experts(hidden: int, intermediate: int, counts: Sequence[int], device: str = "cpu") -> Experts:
+    """Experts with `counts` rows each; the pool has room for two more tiles than are used."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).bfloat16().to(device)
+
+    tiles = tiles_from_counts(list(counts), sum(counts) + 2 * BLOCK_M, device)
+    e, rows = len(counts), tiles.pool_rows
+    experts = Experts(
+        hidden, intermediate, list(counts), tiles,
+        normal(e, intermediate, hidden, scale=hidden**-0.5),
+        normal(e, intermediate, hidden, scale=hidden**-0.5),
+        normal(e, hidden, intermediate, scale=intermediate**-0.5),
+        normal(rows, hidden), normal(rows, hidden), torch.rand(rows, generator=generator).to(device),
+    )  # fmt: skip
+    padding = torch.ones(rows, dtype=torch.bool, device=device)
+    for span in experts.spans():
+        padding[span] = False
+    experts.x[padding] = NAN
+    experts.dy[padding] = NAN
+    experts.weight[padding] = 0
+    return experts
+
+
+def reference_rows(x: Tensor) -> Fp8Rows:
+    """Rows (P, N) in bf16 as the pool of the kernels, by the quantizer that defines the format."""
+    data, scale = quantize_act_1x128(x)
+    return Fp8Rows(data.unsqueeze(0), scale.t().contiguous().unsqueeze(0))
+
+
+def reference_weights(weights: Sequence[Tensor]) -> QuantizedWeight:
+    """Matrices (e, M, N) one after the other, by the quantizer that defines the format."""
+    pairs = [quantize_weight_128x128(matrix) for w in weights for matrix in w]
+    data, scale = (torch.stack([pair[i] for pair in pairs]) for i in range(2))
+    return QuantizedWeight(data, scale, data.transpose(1, 2).contiguous(), scale.transpose(1, 2).contiguous())
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What the kernels gave, in pool order."""
+
+    gate_up: Tensor
+    h: Fp8Rows
+    o: Tensor
+    dgu: Fp8Rows
+    dgu16: Tensor | None
+    h16: Tensor | None
+    dweight: Tensor | None
+    dx: Tensor
+
+
+def run_chain(
+    experts: Experts,
+    *,
+    need_grads: bool = True,
+    need_h: bool = True,
+    need_dw: bool = True,
+    quantize_rows: Callable[[Tensor], Fp8Rows] = reference_rows,
+    quantize_weights: Callable[[Any], QuantizedWeight] = reference_weights,
+) -> Chain:
+    """All kernels on the current device."""
+    tiles = experts.tiles
+    w13, w2 = quantize_weights([experts.w1, experts.w3]), quantize_weights([experts.w2])
+    h, gate_up = gemm_up_fp8(quantize_rows(experts.x), w13, experts.weight, tiles)
+    assert gate_up is not None
+    o = gemm_plain_fp8(h, w2.data, w2.scale, tiles)
+    back = gemm_down_backward_fp8(
+        quantize_rows(experts.dy), w2, gate_up, experts.weight, tiles,
+        need_grads=need_grads, need_h=need_h, need_dw=need_dw,
+    )  # fmt: skip
+    dx = gemm_plain_fp8(back.dgu, w13.data_t, w13.scale_t, tiles)
+    dweight = None if back.dw_parts is None else back.dw_parts.sum(0)
+    return Chain(gate_up, h, o, back.dgu, back.dgu16, back.h_RI, dweight, dx)
+
+
+def relative(got: Tensor, wanted: Tensor) -> float:
+    """Relative L2 error; 0 when both are empty or zero, NaN when got is."""
+    difference = (got.double() - wanted.double()).norm().item()
+    return difference / max(wanted.double().norm().item(), 1e-30) if difference != 0 else 0.0
+
+
+def chain_errors(experts: Experts, chain: Chain) -> dict[str, float]:
+    """Relative L2 error of every result against the emulated recipe, over all experts' rows."""
+    recipe = get_recipe("fp8")
+    got: dict[str, list[Tensor]] = {}
+    wanted: dict[str, list[Tensor]] = {}
+
+    def add(name: str, ours: Tensor | None, theirs: Tensor | None) -> None:
+        if ours is not None and theirs is not None:
+            got.setdefault(name, []).append(ours.float().flatten())
+            wanted.setdefault(name, []).append(theirs.float().flatten())
+
+    for i, span in enumerate(experts.spans()):
+        x, dy, weight = experts.x[span], experts.dy[span], experts.weight[span]
+        matrices = experts.w1[i], experts.w3[i], experts.w2[i]
+        forward = expert_forward(x, weight, *matrices, recipe)
+        gate, up = chain.gate_up[0, span], chain.gate_up[1, span]
+        add("gate", gate, forward.g_RI)
+        add("up", up, forward.u_RI)
+        add("o", chain.o[span], forward.o_RH.bfloat16())
+        back = expert_backward(dy, x, weight, gate, up, *matrices, recipe)
+        assert back.dx_RH is not None
+        add("dx", chain.dx[span], back.dx_RH.bfloat16())
+        if chain.dweight is not None:
+            add("dweight", chain.dweight[span], back.dweight_R)
+        if chain.dgu16 is not None:
+            dg, du = chain.dgu16[:, span].float()
+            add("dw1", dg.t() @ x.float(), back.dw1_IH)
+            add("dw3", du.t() @ x.float(), back.dw3_IH)
+        if chain.h16 is not None:
+            add("dw2", dy.float().t() @ chain.h16[span].float(), back.dw2_HI)
+    return {name: relative(torch.cat(got[name]), torch.cat(wanted[name])) for name in got}
