@@ -88,6 +88,11 @@ COMBINE = """
     close(y, terms.sum(1))
     assert y[~live.any(1)].eq(0).all()
     assert torch.equal(dw, torch.where(live, parts[:, slot_row.clamp(min=0)].sum(0), 0.0))
+    whole = y.clone()
+    y.fill_(7.0)
+    for wave, columns in enumerate([(0, 32), (32, 48), (48, H)]):
+        combine(plan, workspace, ids, 2, 1.0, rows=rows, out=y, columns=columns, wave=wave)
+        assert torch.equal(y[:, : columns[1]], whole[:, : columns[1]]) and y[:, columns[1] :].eq(7.0).all()
     plan.ok.zero_()
     run()
     assert y.isnan().all() and dw.isnan().all()

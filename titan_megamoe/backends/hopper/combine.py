@@ -16,7 +16,10 @@ rank leaves a call before all others are past their last read from it.
 No deadlock: blocks are scheduled in the order of their index. Sending blocks never wait. Take the
 unfinished sending block of lowest chunk on any rank: receiving blocks scheduled before it wait for
 lower chunks only, all sent, so they end and leave their SM to it. Every wait also ends at the timeout,
-at a peer's notice that it gave up, or when another block here has given up.
+at a peer's notice that it gave up, or when another block here has given up. A call may be closed in waves
+of columns, one launch each with flags of its own. Two such launches must not run at once on a rank: the
+later one's receiving blocks could hold every SM here while the earlier one's hold every SM of a peer. So
+the caller lets each wave end before the next starts; then the argument holds for each wave in turn.
 """
 
 # ruff: noqa: SIM102
@@ -50,12 +53,12 @@ def _rows_of(slot_row_ptr, slot, live, K: tl.constexpr):
 
 
 @triton.jit
-def _sum_rows(rows_ptr, rows, col, H, K: tl.constexpr, BLOCK_T: tl.constexpr,
+def _sum_rows(rows_ptr, rows, col, H, last_col, K: tl.constexpr, BLOCK_T: tl.constexpr,
               BLOCK_H: tl.constexpr):  # fmt: skip
     """Σ_k rows[row_k] of BLOCK_T tokens in fp32, in the order of k; a k without a row adds nothing."""
     acc = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
     for k in tl.static_range(K):
-        mask = (rows[k] >= 0)[:, None] & (col < H)[None, :]
+        mask = (rows[k] >= 0)[:, None] & (col < last_col)[None, :]
         at = rows[k].to(tl.int64)[:, None] * H + col[None, :]
         acc += tl.load(rows_ptr + at, mask=mask, other=0.0).to(tl.float32)
     return acc
@@ -94,7 +97,7 @@ def _await_flag(flag_ptr, notice_ptr, state_ptr, call, begin, timeout_ns, TIMEOU
 def _combine_kernel(
     rows_ptr, slot_row_ptr, tokens_ptr, ok_ptr, ids_ptr, out_ptr, part_ptr, dweight_ptr,
     sym_partial_ptr, sym_dweight_ptr, flags_ptr, mail_ptr, delta_ptr, state_ptr, report_ptr,
-    num_tokens, max_tokens, H, num_parts, pool_rows, signature, timeout_ns,
+    num_tokens, max_tokens, H, first_col, last_col, num_parts, pool_rows, signature, timeout_ns,
     WORLD: tl.constexpr, WORLD_P: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr,
     KP: tl.constexpr, E_LOCAL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr, LEAD: tl.constexpr, HAS_ROWS: tl.constexpr,
@@ -133,10 +136,10 @@ def _combine_kernel(
                     any_row = rows[0]
                     for k in tl.static_range(1, K):
                         any_row = tl.maximum(any_row, rows[k])
-                    for h in tl.range(0, H, BLOCK_H, num_stages=1):
+                    for h in tl.range(first_col, last_col, BLOCK_H, num_stages=1):
                         col = h + tl.arange(0, BLOCK_H)
-                        acc = _sum_rows(rows_ptr, rows, col, H, K, BLOCK_T, BLOCK_H)
-                        mask_h = (any_row >= 0)[:, None] & (col < H)[None, :]
+                        acc = _sum_rows(rows_ptr, rows, col, H, last_col, K, BLOCK_T, BLOCK_H)
+                        mask_h = (any_row >= 0)[:, None] & (col < last_col)[None, :]
                         at_h = token.to(tl.int64)[:, None] * H + col[None, :]
                         tl.store(partial + at_h, acc.to(tl.bfloat16), mask=mask_h)
                 if HAS_DWEIGHT:
@@ -187,11 +190,11 @@ def _combine_kernel(
                     owner = tl.where(ids >= 0, ids // E_LOCAL, -1)
                 if HAS_ROWS:
                     rows = _rows_of(slot_row_ptr, slot, live & ready, K)
-                    for h in tl.range(0, H, BLOCK_H, num_stages=1):
+                    for h in tl.range(first_col, last_col, BLOCK_H, num_stages=1):
                         col = h + tl.arange(0, BLOCK_H)
-                        acc = _sum_rows(rows_ptr, rows, col, H, K, BLOCK_T, BLOCK_H)
+                        acc = _sum_rows(rows_ptr, rows, col, H, last_col, K, BLOCK_T, BLOCK_H)
                         at_h = token.to(tl.int64)[:, None] * H + col[None, :]
-                        mask_h = live[:, None] & (col < H)[None, :]
+                        mask_h = live[:, None] & (col < last_col)[None, :]
                         for i in tl.static_range(1, WORLD):
                             has = tl.max((owner == (RANK + i) % WORLD).to(tl.int32), axis=1) != 0
                             place = (i - 1) * tl.cast(max_tokens, tl.int64) * H
@@ -227,6 +230,8 @@ def combine(
     out: Tensor | None = None,
     dweight_parts: Tensor | None = None,
     dweight: Tensor | None = None,
+    columns: tuple[int, int] | None = None,
+    wave: int = 0,
 ) -> None:
     """Close a call on the current stream; every rank of the group calls it, also with nothing to add.
 
@@ -238,6 +243,9 @@ def combine(
         out: (T, H) bf16, with `rows`; NaN if the call was given up.
         dweight_parts: (parts, P) fp32, summed over parts into the gradient of each row's top-k weight.
         dweight: (T, K) fp32, with `dweight_parts`; 0 in dropped slots.
+        columns: the columns [first, last) of `rows` and `out` to handle, first a multiple of 16; None: all.
+        wave: which set of flags to use, below MAX_WAVES; each combine of a call needs its own, and its kernel
+            must not start before that of the wave before has ended.
     """
     shape = plan.shape
     num_chunks = max(triton.cdiv(shape.max_tokens, COMBINE_TOKENS), 1)
@@ -246,15 +254,17 @@ def combine(
     hidden = 16 if rows is None else rows.shape[1]
     dummy = plan.flat
     parts = 1 if dweight_parts is None else dweight_parts.shape[0]
-    block_h = min(triton.next_power_of_2(hidden), 1024)
+    first_col, last_col = columns or (0, hidden)
+    block_h = min(triton.next_power_of_2(last_col - first_col), 1024)
+    flags = workspace.flags if wave == 0 else workspace.flags[wave]
     lead = min(LEAD_CHUNKS, num_chunks) * (shape.world - 1)
     groups = max(num_chunks - lead, own) if shape.world > 1 else own
     _combine_kernel[(lead + groups * shape.world,)](
         dummy if rows is None else rows, plan.slot_row, plan.tokens, plan.ok, ids,
         dummy if out is None else out, dummy if dweight_parts is None else dweight_parts,
         dummy if dweight is None else dweight, workspace.partial, workspace.dweight,
-        workspace.flags, workspace.mail, workspace.delta, workspace.state, workspace.report,
-        num_tokens, shape.max_tokens, hidden, parts, shape.pool_rows, signature,
+        flags, workspace.mail, workspace.delta, workspace.state, workspace.report,
+        num_tokens, shape.max_tokens, hidden, first_col, last_col, parts, shape.pool_rows, signature,
         int(min(timeout_s, 1e9) * 1e9), WORLD=shape.world,
         WORLD_P=max(triton.next_power_of_2(shape.world), 2), RANK=shape.rank, K=top_k,
         KP=triton.next_power_of_2(top_k), E_LOCAL=shape.num_local_experts, CHUNK=COMBINE_TOKENS,

@@ -378,14 +378,15 @@ def ring(desc):
 @gluon.jit
 def down_specialized_kernel(
     h_desc,  # (R, I) bf16, block (BM, BK)
-    w2_desc,  # (e · H, I) bf16, block (BN, BK)
-    o_desc,  # (R, H) bf16, block (HALF, BN)
+    w2_desc,  # (e · H, I) bf16 from its first row in use on, block (BN, BK)
+    o_desc,  # (R, N) bf16, block (HALF, BN)
     tile_expert_ptr,  # (max_tiles,) int32
     num_tiles_ptr,  # (1,) int32
     H: gl.constexpr,
     I: gl.constexpr,
+    N: gl.constexpr,  # output columns of this launch
 ):
-    COLUMN_TILES: gl.constexpr = (H + BN - 1) // BN
+    COLUMN_TILES: gl.constexpr = (N + BN - 1) // BN
     STEPS: gl.constexpr = (I + BK - 1) // BK
     total = gl.load(num_tiles_ptr) * COLUMN_TILES
     a_bufs, b_bufs = ring(h_desc), ring(w2_desc)
