@@ -24,6 +24,7 @@ pipeline cannot move a gather above its wait.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import triton
@@ -49,6 +50,9 @@ DEFAULT_COMM_SMS = 32
 # Tokens that all communication blocks fetch while a GEMM block computes one tile: 300 GB/s
 # against 5.4 TFLOP/s per SM. Both sides scale with H, so this does not depend on the shape.
 ROWS_PER_ROUND = 1800
+
+Dispatch = Callable[..., tuple[Tensor, Tensor | None, Tensor]]
+"""`dispatch_gemm1`, or another kernel with its arguments and results."""
 
 
 @triton.jit

@@ -39,6 +39,7 @@ from .gemm_common import (
     matrix_descriptor,
     output_or_new,
 )
+from .gemm_down_backward_fast import down_backward_fast_kernel
 from .gemm_specialized import BLOCK, MAX_REGISTERS, PIECE, down_backward_specialized_kernel
 from .tiles import BLOCK_M, PoolTiles
 
@@ -146,6 +147,7 @@ def gemm_down_backward(
     out_h: Tensor | None = None,
     reserved_sms: int = 0,
     config: GemmConfig | None = None,
+    fast: bool = False,
 ) -> DownBackward:
     """Gradients of gate, up and top-k weight from dy, for the rows of the tiles in use.
 
@@ -161,6 +163,7 @@ def gemm_down_backward(
         out_h: (R, I) bf16 to write; a new tensor when None.
         reserved_sms: SMs left to other streams.
         config: the tiling; None takes the specialised kernel where it fits, else the plain one.
+        fast: the specialised kernel's shorter epilogue, exp and reciprocal to 2 ulp of fp32.
 
     Returns:
         DownBackward. Padding rows hold garbage; rows past the tiles in use are not written (dw_R: garbage).
@@ -196,7 +199,8 @@ def gemm_down_backward(
     shape = dict(H=hidden, I=intermediate, NEED_H=need_h, NEED_DW=need_dw)
     grid = (grid_size(dy_RH.device, c, reserved_sms),)
     if c == SPECIALIZED:
-        down_backward_specialized_kernel[grid](
+        kernel = down_backward_fast_kernel if fast else down_backward_specialized_kernel
+        kernel[grid](
             matrix_descriptor(dy_RH, BLOCK_M, c.block_k),
             matrix_descriptor(w2, c.block_k, c.block_n),
             matrix_descriptor(g_RI, PIECE.value, BLOCK.value),

@@ -7,6 +7,11 @@ one moment read the same rows from L2. Program p takes tiles p, p + G, … and r
 contraction steps, whose number it first adds up from the counts: the loads of the next tile run under the
 end of this one.
 
+HEAVY changes the order: experts go longest first, and an expert is heavy when one of its tiles alone is
+more than a program's fair share of all steps. Each tile of a heavy expert gets a program of its own (they
+are fewer than the programs), the tiles of the other experts go round the programs that are left. Every
+program works this out from the counts.
+
 Bounds: an operand is addressed through a ragged descriptor (`triton.tools.ragged_tma`) whose last valid row
 is the expert's last: rows past the count read as zero whatever the pool holds there, NaN included. An expert
 without rows takes one step of zeros and so gets a gradient of exactly zero. Every tile of every expert is
@@ -63,6 +68,7 @@ def wgrad_kernel(
     second_desc,  # (e, M, N), block (1, BM, BN / SUB); the same as first_desc when GRADS is 1
     offs_ptr,  # (e + 1,) int32
     count_ptr,  # (e,) int32
+    order_ptr,  # (programs, EXPERTS_POW2) int32 scratch; anything without HEAVY
     R,
     EXPERTS: tl.constexpr,
     EXPERTS_POW2: tl.constexpr,
@@ -73,6 +79,7 @@ def wgrad_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     SUB: tl.constexpr,
+    HEAVY: tl.constexpr,
 ):
     COLUMN_TILES: tl.constexpr = (N + BN - 1) // BN
     GRAD_TILES: tl.constexpr = (M + BM - 1) // BM * COLUMN_TILES
@@ -83,11 +90,30 @@ def wgrad_kernel(
     experts = tl.arange(0, EXPERTS_POW2)
     counts = tl.load(count_ptr + experts, mask=experts < EXPERTS, other=0)
     steps_of = tl.where(experts < EXPERTS, tl.maximum((counts + BK - 1) // BK, 1), 0)
-    mine = tiles_before((experts + 1) * EXPERT_TILES, program, programs)
-    mine -= tiles_before(experts * EXPERT_TILES, program, programs)
+    if HEAVY:
+        others = tl.load(count_ptr + experts, mask=experts < EXPERTS, other=-1)[None, :]
+        own_counts = tl.where(experts < EXPERTS, counts, -1)[:, None]
+        longer = (others > own_counts) | ((others == own_counts) & (experts[None, :] < experts[:, None]))
+        rank = tl.sum(longer.to(tl.int32), 1)
+        heavy = steps_of.to(tl.int64) * programs > tl.sum(steps_of.to(tl.int64)) * EXPERT_TILES
+        dedicated = tl.sum(heavy.to(tl.int32)) * EXPERT_TILES
+        stride = programs - dedicated
+        bound = rank * EXPERT_TILES - dedicated
+        mine = tiles_before(bound + EXPERT_TILES, program - dedicated, stride)
+        mine -= tiles_before(bound, program - dedicated, stride)
+        alone = (rank == program // EXPERT_TILES).to(tl.int32)
+        mine = tl.where(program < dedicated, alone, tl.where(heavy, 0, mine))
+        # A program's own copy of the order: what it stores here only its own threads read.
+        order_ptr += program * EXPERTS_POW2
+        tl.store(order_ptr + rank, experts)
+        tl.debug_barrier()
+    else:
+        stride = programs
+        mine = tiles_before((experts + 1) * EXPERT_TILES, program, programs)
+        mine -= tiles_before(experts * EXPERT_TILES, program, programs)
     total_steps = tl.sum(steps_of * mine)
 
-    tile = program - programs
+    tile = program - stride
     step = -1
     steps = 0
     expert = 0
@@ -100,8 +126,10 @@ def wgrad_kernel(
     for _ in tl.range(total_steps):
         step = tl.where(step == steps - 1, 0, step + 1)
         if step == 0:
-            tile += programs
+            tile += stride
             expert = tile // EXPERT_TILES
+            if HEAVY:
+                expert = tl.load(order_ptr + expert)
             grad = tile % EXPERT_TILES // GRAD_TILES
             row = tile % GRAD_TILES // COLUMN_TILES * BM
             column = tile % COLUMN_TILES * BN
@@ -123,22 +151,26 @@ def wgrad_kernel(
 
 
 def _launch(
-    a: Tensor, b: Tensor, grads: list[Tensor], tiles: PoolTiles, reserved_sms: int, c: GemmConfig
+    a: Tensor, b: Tensor, grads: list[Tensor], tiles: PoolTiles, reserved_sms: int, c: GemmConfig, heavy: bool
 ) -> None:
     experts, m, n = grads[0].shape
     check_pool(tiles, b.shape[0], experts)
     sub = c.subtiles * (2 if grads[0].dtype == torch.float32 else 1)
     descs = [block_descriptor(grad, (1, WGRAD_ROWS, c.block_n // sub)) for grad in grads]
-    wgrad_kernel[(grid_size(a.device, c, reserved_sms),)](
+    programs = grid_size(a.device, c, reserved_sms)
+    experts_pow2 = triton.next_power_of_2(experts)
+    order = a.new_empty((programs, experts_pow2), dtype=torch.int32) if heavy else tiles.counts
+    wgrad_kernel[(programs,)](
         create_ragged_descriptor(a, (c.block_k, WGRAD_ROWS)),
         create_ragged_descriptor(b, (c.block_k, c.block_n)),
         descs[0],
         descs[-1],
         tiles.offs,
         tiles.counts,
+        order,
         b.shape[0],
         EXPERTS=experts,
-        EXPERTS_POW2=triton.next_power_of_2(experts),
+        EXPERTS_POW2=experts_pow2,
         GRADS=len(grads),
         M=m,
         N=n,
@@ -146,6 +178,7 @@ def _launch(
         BN=c.block_n,
         BK=c.block_k,
         SUB=sub,
+        HEAVY=heavy,
         num_warps=c.warps,
         num_stages=c.stages,
     )
@@ -171,6 +204,7 @@ def wgrad_down(
     out: Tensor | None = None,
     reserved_sms: int = 0,
     config: GemmConfig = WGRAD_CONFIG,
+    heavy: bool = False,
 ) -> Tensor:
     """dW2[e] = Σ over the rows r of expert e of dy[r] ⊗ h'[r].
 
@@ -182,6 +216,7 @@ def wgrad_down(
         out: (e, H, I) of `dtype` to write; a new tensor when None.
         reserved_sms: SMs left to other streams.
         config: the tiling.
+        heavy: give the tiles of experts with most rows programs of their own.
 
     Returns:
         (e, H, I), every element written; exactly zero for an expert with count 0.
@@ -195,7 +230,7 @@ def wgrad_down(
     check_matrix("dy_RH", dy_RH, (rows, hidden), torch.bfloat16)
     check_matrix("h_RI", h_RI, (rows, intermediate), torch.bfloat16)
     grad = _grad(out, "out", (tiles.num_local_experts, hidden, intermediate), dtype, dy_RH)
-    _launch(dy_RH, h_RI, [grad], tiles, reserved_sms, config)
+    _launch(dy_RH, h_RI, [grad], tiles, reserved_sms, config, heavy)
     return grad
 
 
@@ -211,6 +246,7 @@ def wgrad_up(
     out_w3: Tensor | None = None,
     reserved_sms: int = 0,
     config: GemmConfig = WGRAD_CONFIG,
+    heavy: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
     """dW1[e] = Σ dg[r] ⊗ x[r] and dW3[e] = Σ du[r] ⊗ x[r] over the rows r of expert e, in one launch.
 
@@ -223,6 +259,7 @@ def wgrad_up(
         out_w1, out_w3: (e, I, H) of `dtype` to write; new tensors when None.
         reserved_sms: SMs left to other streams.
         config: the tiling.
+        heavy: give the tiles of experts with most rows programs of their own.
 
     Returns:
         (dW1, dW3), each (e, I, H) with every element written, or None when not needed; exactly zero for an
@@ -242,5 +279,5 @@ def wgrad_up(
     grads = [grad for grad in (dw1, dw3) if grad is not None]
     if grads:
         a = dgu.view(2 * rows, intermediate) if len(grads) == 2 else dgu[0 if need_w1 else 1]
-        _launch(a, x_RH, grads, tiles, reserved_sms, config)
+        _launch(a, x_RH, grads, tiles, reserved_sms, config, heavy)
     return dw1, dw3
