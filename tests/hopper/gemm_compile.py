@@ -20,7 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
+NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 

@@ -26,7 +26,7 @@ sys.path[:0] = {path!r}
 from titan_megamoe.routing import PlanShape, RoutingPlan, plan_reference
 from titan_megamoe.backends.hopper.plan_kernels import build_plan
 
-def run(world, rank, top_k, e, tokens, routing, bad=False, bound=0):
+def run(world, rank, top_k, e, tokens, routing, bad=False, bound=0, chunk=16):
     g = torch.Generator().manual_seed(1)
     E, t_max = world * e, max(max(tokens), 1)
     ids, weights = [], []
@@ -59,7 +59,7 @@ def run(world, rank, top_k, e, tokens, routing, bad=False, bound=0):
     plan.tokens.copy_(torch.tensor(tokens, dtype=torch.int32))
     state, report = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
     state[0] = 17
-    build_plan(plan, pool_i[rank * stride:], pool_w[rank * stride:], delta, state, report, 33)
+    build_plan(plan, pool_i[rank * stride:], pool_w[rank * stride:], delta, state, report, 33, chunk)
     return plan, (plan_reference(ids, weights, shape) if not (bad or bound) else None), state, report
 
 """
@@ -67,8 +67,8 @@ def run(world, rank, top_k, e, tokens, routing, bad=False, bound=0):
 MATCH = (
     CHILD
     + """
-for case in {cases!r}:
-    plan, want, state, report = run(*case)
+for case, chunk in [(c, n) for c in {cases!r} for n in (16, 64)]:
+    plan, want, state, report = run(*case, chunk=chunk)
     for name in plan.shape.tables():
         got, ref = getattr(plan, name), getattr(want, name)
         assert torch.equal(got, ref), (case, name, got, ref)

@@ -27,16 +27,18 @@ from ...config import MegaMoEConfig
 from ...routing import PlanShape, RoutingPlan
 from ...workspace import Workspace, existing_workspace, get_workspace
 from ..base import ExplicitBackend, Gradients, MoECall
+from . import tuning
 from .combine import combine
-from .dispatch_gemm1 import dispatch_gemm1
+from .dispatch_gemm1 import Dispatch, dispatch_gemm1
+from .dispatch_specialized import dispatch_specialized, fits
+from .down_combine import down_and_combine
 from .expand import expand
 from .gemm_common import check_dims
-from .gemm_down import gemm_down
 from .gemm_down_backward import gemm_down_backward
 from .gemm_up_backward import gemm_up_backward
 from .plan_kernels import build_plan
 from .side import beside, now
-from .symmetric import open_call, publish
+from .symmetric import meet_tokens, open_call, publish
 from .wgrad import wgrad_down, wgrad_up
 
 
@@ -74,24 +76,38 @@ class FusedBackend(ExplicitBackend):
             call, shape, Phase.FORWARD if save else Phase.INFERENCE
         )  # fmt: skip
         plan = RoutingPlan.empty(shape, call.x.device)
+        tuned = tuning.current()
+        beside_plan = tuned.publish_beside and shape.world > 1
+        entered = now() if beside_plan else None
         publish(
-            call.x, workspace.x, copy_x=shape.world > 1,
+            call.x, workspace.x, copy_x=shape.world > 1 and not beside_plan,
             routing=(call.topk_ids, call.topk_weights, workspace.ids, workspace.weights,
                      shape.num_experts),
         )  # fmt: skip
+        if entered is not None:
+            with beside(entered, call.x.device, head_start_ns=0) as published:
+                publish(call.x, workspace.x, copy_x=True)
         _open(workspace, plan, call, signature, backward=False)
         build_plan(
             plan, workspace.ids, workspace.weights, workspace.delta, workspace.state,
-            workspace.report, signature,
+            workspace.report, signature, tuned.plan_chunk,
         )  # fmt: skip
+        if beside_plan:
+            published.wait()
+            meet_tokens(
+                workspace.mail, workspace.delta, workspace.state, workspace.report, world=shape.world,
+                rank=shape.rank, signature=signature, timeout_s=config.timeout_s,
+            )  # fmt: skip
         w1, w3, w2 = (w.bfloat16() for w in (call.w1, call.w3, call.w2))
-        h, gate_up, recv = dispatch_gemm1(
+        dispatch: Dispatch = dispatch_gemm1
+        if tuned.gemm1 == "specialized" and fits(call.hidden):
+            dispatch = dispatch_specialized
+        h, gate_up, recv = dispatch(
             plan, workspace, call.x, w1, w3, save=save, reserved_sms=config.reserved_sms,
             comm_sms=config.comm_sms,
         )  # fmt: skip
-        rows = gemm_down(h, w2, plan.tiles, reserved_sms=config.reserved_sms)
         y = torch.empty_like(call.x)
-        combine(plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=y)
+        down_and_combine(plan, workspace, call, signature, h, w2, y, tuned)
         workspace.leave()
         if not save:
             return y, []
@@ -106,7 +122,7 @@ class FusedBackend(ExplicitBackend):
         workspace, shape = _prepare(call)
         signature = _signature(call, shape, Phase.BACKWARD)
         plan = RoutingPlan.over(flat, shape)
-        reserved = config.reserved_sms
+        reserved, tuned = config.reserved_sms, tuning.current()
         publish(dy, workspace.x, copy_x=shape.world > 1)
         _open(workspace, plan, call, signature, backward=True)
         w1, w3, w2 = (w.bfloat16() for w in (call.w1, call.w3, call.w2))
@@ -121,6 +137,7 @@ class FusedBackend(ExplicitBackend):
             dgu, h, dw_R = gemm_down_backward(
                 dy_RH, w2, gate_up[0], gate_up[1], plan.row_weight, plan.tiles,
                 need_h=needs.w2, need_dw=needs.topk_weights, reserved_sms=reserved,
+                fast=tuned.fast_epilogue,
             )  # fmt: skip
         elif needs.w2:
             h = _activation(gate_up, plan)
@@ -129,7 +146,9 @@ class FusedBackend(ExplicitBackend):
                 expand(plan, call.x, recv, workspace.delta, from_peers=False, out=x_RH)
         if needs.w2:
             assert h is not None
-            dw2 = wgrad_down(dy_RH, h, plan.tiles, dtype=call.w2.dtype, reserved_sms=reserved)
+            dw2 = wgrad_down(
+                dy_RH, h, plan.tiles, dtype=call.w2.dtype, reserved_sms=reserved, heavy=tuned.heavy_experts
+            )
         if needs.x:
             assert dgu is not None
             # dy's rows are not needed any more: their memory takes the rows of dx.
@@ -146,7 +165,7 @@ class FusedBackend(ExplicitBackend):
             arrived.wait()
             dw1, dw3 = wgrad_up(
                 dgu, x_RH, plan.tiles, need_w1=needs.w1, need_w3=needs.w3,
-                dtype=call.w1.dtype, reserved_sms=reserved,
+                dtype=call.w1.dtype, reserved_sms=reserved, heavy=tuned.heavy_experts,
             )  # fmt: skip
             with beside(summed, dy.device) as closed:
                 close()
@@ -229,7 +248,7 @@ def _open(workspace: Workspace, plan: RoutingPlan, call: MoECall, signature: int
 def _signature(call: MoECall, shape: PlanShape, phase: Phase) -> int:
     """31 bits: the phase below, a hash of all that must be equal on the ranks above."""
     return _hash(
-        call.hidden, call.intermediate, call.needs.bits, call.config,
+        call.hidden, call.intermediate, call.needs.bits, call.config, tuning.current(),
         (shape.world, shape.top_k, shape.num_local_experts, shape.max_tokens),
     ) << 4 | int(phase)  # fmt: skip
 

@@ -2,9 +2,10 @@
 
     histogram → prefix sums over chunks → layout and padding → fill
 
-A chunk is CHUNK_TOKENS tokens of one source rank; chunks are numbered by (source in this rank's order,
-token). Four launches on one stream; every block works alone, so nothing can deadlock. The ids of peers
-are read through their symmetric buffers, which `symmetric.open_call` has found complete.
+A chunk is CHUNK_TOKENS tokens of one source rank, or as many as the caller says; chunks are numbered by
+(source in this rank's order, token). Four launches on one stream; every block works alone, so nothing can
+deadlock. The ids of peers are read through their symmetric buffers, which `symmetric.open_call` has found
+complete.
 
 A call is given up (`ok` = 0, no rows, no tiles) when an id is out of range or a rank passes
 max_routed_rows. Every rank reads the same ids, so all ranks give up alike.
@@ -233,6 +234,7 @@ def build_plan(
     state: Tensor,
     report: Tensor,
     signature: int,
+    chunk_tokens: int = CHUNK_TOKENS,
 ) -> None:
     """Fill `plan` on the current stream; plan.tokens is already there.
 
@@ -243,9 +245,10 @@ def build_plan(
         state: this rank's device state, see `symmetric`.
         report: (status.WORDS,) int32, where a fault is reported.
         signature: of the call, for the report.
+        chunk_tokens: tokens of a chunk, a power of two.
     """
     shape = plan.shape
-    per_rank = triton.cdiv(max(shape.max_tokens, 1), CHUNK_TOKENS)
+    per_rank = triton.cdiv(max(shape.max_tokens, 1), chunk_tokens)
     num_chunks = per_rank * shape.world
     e, world = shape.num_local_experts, shape.world
     columns = 2 * e + 2 * world
@@ -260,7 +263,7 @@ def build_plan(
         KP=triton.next_power_of_2(shape.top_k),
         E_LOCAL=e,
         E_P=max(triton.next_power_of_2(e), 2),
-        CHUNK=CHUNK_TOKENS,
+        CHUNK=chunk_tokens,
     )
     warps = 8 if sizes["E_P"] > 64 else 4
     _histogram_kernel[(num_chunks,)](

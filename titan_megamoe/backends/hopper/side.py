@@ -35,7 +35,9 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @contextlib.contextmanager
-def beside(ready: torch.cuda.Event, device: torch.device) -> Iterator[torch.cuda.Event]:
+def beside(
+    ready: torch.cuda.Event, device: torch.device, head_start_ns: int = HEAD_START_NS
+) -> Iterator[torch.cuda.Event]:
     """Launch on the side stream, after `ready` and a head start for what the caller has launched.
 
     Yields an event that is recorded when the block ends: wait for it before using the results. Everything
@@ -46,7 +48,8 @@ def beside(ready: torch.cuda.Event, device: torch.device) -> Iterator[torch.cuda
     done = torch.cuda.Event()
     with torch.cuda.stream(side):
         side.wait_event(ready)
-        _pause_kernel[(1,)](HEAD_START_NS, num_warps=1)
+        if head_start_ns:
+            _pause_kernel[(1,)](head_start_ns, num_warps=1)
         yield done
         done.record(side)
 

@@ -23,6 +23,13 @@ PEER_GAVE_UP = 5
 BAD_ID = 6
 ROUTED_ROWS = 7
 OTHER_FORWARD = 8
+TIMEOUT_TOKENS = 9
+
+_AWAITED = {
+    TIMEOUT_OPEN: "to start the call",
+    TIMEOUT_COMBINE: "to send its partial sums",
+    TIMEOUT_TOKENS: "to publish its tokens",
+}
 
 GENERATION_BITS = 20
 """A call number is generation · 2^20 + running number; a failed call starts a new generation."""
@@ -46,10 +53,9 @@ def error_from(words: Tensor, rank: int, timeout_s: float, max_routed_rows: int)
         "Every rank must make the same mega_moe calls in the same order; look for a rank that skips "
         "or adds a call, or has failed."
     )
-    if code in (TIMEOUT_OPEN, TIMEOUT_COMBINE):
-        what = "to start the call" if code == TIMEOUT_OPEN else "to send its partial sums"
+    if code in _AWAITED:
         return AgreementError(
-            f"{where}: waited {timeout_s:g} s for rank {peer} {what}; expected call "
+            f"{where}: waited {timeout_s:g} s for rank {peer} {_AWAITED[code]}; expected call "
             f"{describe(expected)}, last seen {describe(seen)}. {same} timeout_s sets the limit."
         )
     if code == PEER_AHEAD:

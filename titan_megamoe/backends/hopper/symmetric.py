@@ -3,6 +3,8 @@
 publish     copies ids, weights and tokens into the symmetric buffer.
 open_call   one block. Takes the next call number, writes (signature, T, forward's number) into each
             peer's mailbox, then releases the mailbox's flag (scope sys), then waits for every peer's.
+meet_tokens one block, only when tokens are published beside the plan: tells each peer that they are there,
+            and waits for theirs, in the same way.
 refuse      one block. Tells the peers that this rank's call will not come.
 
 A call number is generation · 2^20 + running number. Every rank counts its own calls on the device, so a
@@ -15,7 +17,7 @@ reads: a rank leaves a call only with every peer's partial sums (combine.py), wh
 its last read from us.
 
 Mailbox of a rank: (W, MAIL_WORDS) int32, row r written by rank r:
-    flag, signature, T, forward's call number, generation before which rank r has given up
+    flag, signature, T, forward's call number, generation before which rank r has given up, flag of the tokens
 State of a rank (device memory, int32): call number, given up?, next generation at least; from PROGRESS_AT on,
 the progress words of the communication blocks.
 """
@@ -173,6 +175,53 @@ def _open_call_kernel(
 
 
 @triton.jit
+def _meet_tokens_kernel(
+    mail_ptr, delta_ptr, state_ptr, report_ptr, signature, timeout_ns, WORLD: tl.constexpr,
+    WORLD_P: tl.constexpr, RANK: tl.constexpr, TIMEOUT: tl.constexpr, AHEAD: tl.constexpr,
+    GAVE_UP: tl.constexpr,
+):  # fmt: skip
+    call = tl.load(state_ptr)
+    generation = call >> _GENERATION_BITS
+    if tl.load(state_ptr + 1) == 0:
+        rank = tl.arange(0, WORLD_P)
+        peers = (rank < WORLD) & (rank != RANK)
+        start = tl.load(delta_ptr + rank, mask=peers, other=0) // 4
+        fill = tl.zeros([WORLD_P], tl.int32)
+        tl.atomic_xchg(
+            mail_ptr + start + RANK * _MAIL + 5, fill + call, mask=peers, sem="release", scope="sys"
+        )
+        mine = mail_ptr + rank * _MAIL
+        begin = globaltimer()
+        waiting = True
+        behind = fill
+        seen = fill
+        code = 0
+        while waiting:
+            seen = tl.atomic_add(mine + 5, fill, mask=peers, sem="acquire", scope="sys")
+            seen = tl.where(peers, seen, call)
+            gave_up = tl.load(mine + 4, mask=peers, other=0, volatile=True) > generation
+            ahead = seen > call
+            behind = (seen < call).to(tl.int32)
+            if tl.max(ahead.to(tl.int32), axis=0) != 0:
+                code = AHEAD
+                behind = ahead.to(tl.int32)
+            elif tl.max(behind, axis=0) != 0:
+                if tl.max(gave_up.to(tl.int32), axis=0) != 0:
+                    code = GAVE_UP
+                    behind = gave_up.to(tl.int32)
+                elif globaltimer() - begin > timeout_ns:
+                    code = TIMEOUT
+            waiting = (tl.max(behind, axis=0) != 0) & (code == 0)
+        if code != 0:
+            peer = tl.argmax(behind, axis=0)
+            what = tl.sum(tl.where(rank == peer, seen, 0), axis=0)
+            tl.store(state_ptr + 1, 1)
+            tl.store(state_ptr + 2, tl.max(tl.where(peers, seen, 0), axis=0) >> _GENERATION_BITS)
+            tell_given_up(mail_ptr, delta_ptr, generation, WORLD, WORLD_P, RANK)
+            _report(report_ptr, code, signature, peer, call, what, call)
+
+
+@triton.jit
 def _refuse_kernel(mail_ptr, delta_ptr, state_ptr, WORLD: tl.constexpr, WORLD_P: tl.constexpr,
                    RANK: tl.constexpr):  # fmt: skip
     call = tl.load(state_ptr) + 1
@@ -230,6 +279,28 @@ def open_call(
         RANK=rank, IS_BACKWARD=backward, TIMEOUT=status.TIMEOUT_OPEN, AHEAD=status.PEER_AHEAD,
         WRONG_SIGNATURE=status.SIGNATURE, GAVE_UP=status.PEER_GAVE_UP,
         OTHER_FORWARD=status.OTHER_FORWARD, num_warps=1,
+    )  # fmt: skip
+
+
+def meet_tokens(
+    mail: Tensor,
+    delta: Tensor,
+    state: Tensor,
+    report: Tensor,
+    *,
+    world: int,
+    rank: int,
+    signature: int,
+    timeout_s: float,
+) -> None:
+    """Tell the peers that this rank's tokens are published, and wait for theirs; after `open_call`.
+
+    A call that was given up before is left alone: its peers gave up as well, or meet the end of their wait.
+    """
+    _meet_tokens_kernel[(1,)](
+        mail, delta, state, report, signature, int(min(timeout_s, 1e9) * 1e9), WORLD=world,
+        WORLD_P=max(triton.next_power_of_2(world), 2), RANK=rank, TIMEOUT=status.TIMEOUT_TOKENS,
+        AHEAD=status.PEER_AHEAD, GAVE_UP=status.PEER_GAVE_UP, num_warps=1,
     )  # fmt: skip
 
 
