@@ -25,6 +25,7 @@ from titan_megamoe.backends.base import MoECall, Needs
 from titan_megamoe.backends.hopper import backend as fused
 from titan_megamoe.backends.hopper.dispatch_gemm1 import dispatch_gemm1
 from titan_megamoe.backends.hopper.expand import expand
+from titan_megamoe.backends.hopper.gemm_down import gemm_down
 from titan_megamoe.routing import RoutingPlan
 from titan_megamoe.testing.ranks import RankPool
 
@@ -120,7 +121,7 @@ def staged_forward(clock, call, config):
         "f dispatch+gemm1", dispatch_gemm1, plan, workspace, call.x, call.w1, call.w3, save=True,
         reserved_sms=config.reserved_sms, comm_sms=config.comm_sms,
     )  # fmt: skip
-    rows = clock("f gemm2", fused.gemm_down, h, call.w2, plan.tiles)
+    rows = clock("f gemm2", gemm_down, h, call.w2, plan.tiles)
     y = torch.empty_like(call.x)
     clock(
         "f combine", fused.combine, plan, workspace, call.topk_ids, signature, 5.0, rows=rows,
