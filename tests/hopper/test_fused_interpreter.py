@@ -91,7 +91,8 @@ COMBINE = """
     whole = y.clone()
     y.fill_(7.0)
     for wave, columns in enumerate([(0, 32), (32, 48), (48, H)]):
-        combine(plan, workspace, ids, 2, 1.0, rows=rows, out=y, columns=columns, wave=wave)
+        at_once = (2, 1, 4)[wave]
+        combine(plan, workspace, ids, 2, 1.0, rows=rows, out=y, columns=columns, wave=wave, block_tokens=at_once)
         assert torch.equal(y[:, : columns[1]], whole[:, : columns[1]]) and y[:, columns[1] :].eq(7.0).all()
     plan.ok.zero_()
     run()

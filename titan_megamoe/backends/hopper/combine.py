@@ -232,6 +232,7 @@ def combine(
     dweight: Tensor | None = None,
     columns: tuple[int, int] | None = None,
     wave: int = 0,
+    block_tokens: int = BLOCK_TOKENS,
 ) -> None:
     """Close a call on the current stream; every rank of the group calls it, also with nothing to add.
 
@@ -246,6 +247,7 @@ def combine(
         columns: the columns [first, last) of `rows` and `out` to handle, first a multiple of 16; None: all.
         wave: which set of flags to use, below MAX_WAVES; each combine of a call needs its own, and its kernel
             must not start before that of the wave before has ended.
+        block_tokens: tokens that a block adds at once.
     """
     shape = plan.shape
     num_chunks = max(triton.cdiv(shape.max_tokens, COMBINE_TOKENS), 1)
@@ -268,7 +270,7 @@ def combine(
         int(min(timeout_s, 1e9) * 1e9), WORLD=shape.world,
         WORLD_P=max(triton.next_power_of_2(shape.world), 2), RANK=shape.rank, K=top_k,
         KP=triton.next_power_of_2(top_k), E_LOCAL=shape.num_local_experts, CHUNK=COMBINE_TOKENS,
-        BLOCK_T=BLOCK_TOKENS, BLOCK_H=block_h, LEAD=lead, HAS_ROWS=rows is not None,
+        BLOCK_T=block_tokens, BLOCK_H=block_h, LEAD=lead, HAS_ROWS=rows is not None,
         HAS_DWEIGHT=dweight is not None, TIMEOUT=status.TIMEOUT_COMBINE,
         AHEAD=status.PEER_AHEAD, GAVE_UP=status.PEER_GAVE_UP, num_warps=4,
     )  # fmt: skip

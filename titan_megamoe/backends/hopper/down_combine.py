@@ -15,6 +15,7 @@ flags of its own (combine.py). Every tensor here is allocated before the event t
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -41,34 +42,29 @@ def down_and_combine(
     tuned: Tuning,
 ) -> None:
     """out (T, H) bf16 from h' (P, I) bf16 and w2 (e, H, I) bf16, on the current stream; closes the call."""
-    config = call.config
-    reserved = config.reserved_sms
+    reserved = call.config.reserved_sms
     columns = wave_columns(call.hidden, tuned.down_waves)
+    close = functools.partial(
+        combine, plan, workspace, call.topk_ids, signature, call.config.timeout_s, out=out,
+        block_tokens=tuned.combine_tokens,
+    )  # fmt: skip
     if len(columns) == 1:
-        rows = gemm_down(h_PI, w2, plan.tiles, reserved_sms=reserved)
-        combine(plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=out)
+        close(rows=gemm_down(h_PI, w2, plan.tiles, reserved_sms=reserved))
         return
     rows = h_PI.new_empty(h_PI.shape[0], call.hidden)
     plain = None if tuned.wave_sms else DOWN_CONFIG
     ready = closed = None
     for wave, these in enumerate(columns):
-        if wave == 0:
+        if ready is None:
             gemm_down(h_PI, w2, plan.tiles, out=rows, reserved_sms=reserved, columns=these)
         else:
             gemm_down(
                 h_PI, w2, plan.tiles, out=rows, reserved_sms=reserved + tuned.wave_sms, config=plain,
                 columns=these,
             )  # fmt: skip
-            assert ready is not None
             with beside(ready, out.device) as closed:
-                combine(
-                    plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=out,
-                    columns=columns[wave - 1], wave=wave - 1,
-                )  # fmt: skip
+                close(rows=rows, columns=columns[wave - 1], wave=wave - 1)
         ready = now()
     assert closed is not None
     closed.wait()
-    combine(
-        plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=out,
-        columns=columns[-1], wave=len(columns) - 1,
-    )  # fmt: skip
+    close(rows=rows, columns=columns[-1], wave=len(columns) - 1)

@@ -34,6 +34,7 @@ class Tuning:
             runs beside the GEMM of the next.
         wave_sms: SMs that GEMM2's waves after the first leave to the combine beside them. 0: they take the
             plain GEMM instead, whose blocks leave room on every SM.
+        combine_tokens: tokens that a block of combine adds at once, 1, 2 or 4: fewer tokens, more blocks.
         publish_beside: tokens are published on the side stream while the plan is built.
         fast_epilogue: GEMM2ᵀ's epilogue with fast exp and reciprocal and fewer loads.
         heavy_experts: weight-gradient tiles of experts with most rows get programs of their own.
@@ -43,6 +44,7 @@ class Tuning:
     gemm1: str = "gathered"
     down_waves: int = 1
     wave_sms: int = 0
+    combine_tokens: int = 2
     publish_beside: bool = False
     fast_epilogue: bool = False
     heavy_experts: bool = False
@@ -54,6 +56,7 @@ class Tuning:
             (self.gemm1 in ("gathered", "specialized"), "gemm1 must be 'gathered' or 'specialized'"),
             (self.down_waves in (1, 2, MAX_WAVES), f"down_waves must be 1, 2 or {MAX_WAVES}"),
             (self.wave_sms >= 0, "wave_sms must not be negative"),
+            (self.combine_tokens in (1, 2, 4), "combine_tokens must be 1, 2 or 4"),
             (chunk >= 16 and chunk & (chunk - 1) == 0, "plan_chunk must be a power of two from 16 on"),
         ):
             if not good:
