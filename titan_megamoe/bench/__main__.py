@@ -1,6 +1,7 @@
-"""`layer` measures one MoE layer, `compare` trains jobs and tables their steps, `report` writes the tables.
+"""`layer` measures one MoE layer, `calibrate` the rest of a step, `compare` trains jobs and tables their
+steps, `report` writes tables and plots.
 
-`layer` starts one process per GPU by itself, or joins torchrun's.
+`layer` and `calibrate` start one process per GPU by themselves, or join torchrun's.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import torch
 import torch.distributed as dist
 
 from ..errors import MegaMoEError
-from . import compare, layer, report
+from . import calibrate, compare, layer, report
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m titan_megamoe.bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     layer.add_arguments(commands.add_parser("layer", help=layer.__doc__))
+    calibrate.add_arguments(commands.add_parser("calibrate", help=calibrate.__doc__))
     report.add_arguments(commands.add_parser("report", help=report.__doc__))
     compare.add_arguments(commands.add_parser("compare"))
     # What follows -- are TorchTitan's options, which argparse must not read.
@@ -28,22 +30,22 @@ def main() -> int:
     if "--" in own:
         own, options = own[: own.index("--")], own[own.index("--") + 1 :]
     args = parser.parse_args(own)
-    if args.command != "layer":
+    if args.command in ("report", "compare"):
         try:
             return report.run(args) if args.command == "report" else compare.run(args, options)
         except MegaMoEError as error:
             print(f"bench {args.command}: {error}", file=sys.stderr)
             return 2
     if not torch.cuda.is_available():
-        print("bench: found no CUDA device; layer times are measured on NVIDIA GPUs.", file=sys.stderr)
+        print(f"bench {args.command}: found no CUDA device; it measures NVIDIA GPUs.", file=sys.stderr)
         return 2
     if "RANK" not in os.environ:
-        return _launch(args.ep or torch.cuda.device_count())
+        return _launch(getattr(args, "ep", 0) or torch.cuda.device_count())
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     try:
-        return layer.run(args)
+        return layer.run(args) if args.command == "layer" else calibrate.run(args)
     finally:
         dist.destroy_process_group()
 

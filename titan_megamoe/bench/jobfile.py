@@ -64,6 +64,8 @@ _MODELS = {
     ),
 }
 
+FULL_MODELS = {_MODELS[flavor].name: _MODELS[flavor] for flavor in ("30B-A3B", "235B-A22B")}
+
 
 @dataclass(frozen=True)
 class JobFacts:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .estimate import Rate
+from .estimate import Estimate, Rate
 
 _UNITS = {"TFLOP/s": 1e12, "GB/s": 1e9, "TB/s": 1e12}
 
@@ -27,6 +27,7 @@ _BACKWARD = (305, 408, 465, 499, 518, 516)
 class Cluster:
     """GPUs of one kind in nodes of `node`, and their rates by key.
 
+    times: of what was measured as a time, by name, for 16384 tokens.
     clocks: how much longer arithmetic takes in a long step than in the short bursts that rates are measured
     in: (factor - 1, ± of it).
     """
@@ -34,7 +35,7 @@ class Cluster:
     node: int
     rates: Mapping[str, Rate]
     clocks: tuple[float, float] = (0.065, 0.065)
-    notes: tuple[str, ...] = field(default=())
+    times: Mapping[str, Estimate] = field(default_factory=dict)
 
     def rate(self, key: str) -> Rate:
         return self.rates[key]
@@ -58,6 +59,7 @@ def h200(
     nvlink_gb_s, network_gb_s: GB/s a GPU and direction; 0: measured or assumed.
     """
     forward = _at(seq_len, _FORWARD_CAUSAL)
+    calibration = list(calibration)
     # Only the non-causal backward is published: it is slowed as much as the forward is by the mask.
     backward = _at(seq_len, _BACKWARD) * forward / _at(seq_len, _FORWARD)
     rates = [
@@ -70,13 +72,13 @@ def h200(
         Rate("fp8_gemm", 1070e12, 0.15, "measured", "deep_gemm blockwise fp8, grouped"),
         Rate("grouped_gemm", 699e12, 0.05, "measured", "torch._grouped_mm, bf16"),
     ]  # fmt: skip
-    found = {rate.key: rate for rate in rates}
-    found |= _calibrated(calibration, model)
+    found = {rate.key: rate for rate in rates} | _calibrated(calibration, model)
+    found.setdefault("optimizer", found["hbm"])
     for key, value in (("nvlink", nvlink_gb_s), ("network", network_gb_s)):
         if value:
             found[key] = Rate(key, value * 1e9, 0.10, "assumed", "given on the command line")
     clocks = (0.0, 0.03) if found["attention_forward"].basis == "measured" else (0.065, 0.065)
-    return Cluster(node, found, clocks)
+    return Cluster(node, found, clocks, _times(calibration, model))
 
 
 def _at(seq_len: int, values: tuple[int, ...]) -> float:
@@ -118,4 +120,15 @@ def _calibrated(records: Iterable[Mapping[str, Any]], model: str) -> dict[str, R
     take("attention_forward", "attention_forward", "bf16", 0.05)
     take("attention_backward", "attention_backward", "bf16", 0.05)
     take("nvlink", "nccl_all_gather", "bf16", 0.10)
+    take("optimizer", "optimizer", "fp32", 0.05)
     return rates
+
+
+def _times(records: Iterable[Mapping[str, Any]], model: str) -> dict[str, Estimate]:
+    """Calibration records in ms, for 16384 tokens."""
+    found = {}
+    for r in records:
+        if r["kind"] == "calibration" and r["unit"] == "ms" and r["model"] == model:
+            seconds = r["value"] / 1e3 * 16384 / r["tokens"]
+            found[r["name"]] = Estimate(seconds, {r["name"]: 0.05 * seconds}, frozenset(["measured"]))
+    return found

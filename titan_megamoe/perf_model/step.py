@@ -93,6 +93,8 @@ def predict(
     else:
         layer = _layer(facts, layers, cluster)
     router = layers.router(facts.model.name, facts.model.layer)
+    if "router_forward" in cluster.times:
+        router = cluster.times["router_forward"], cluster.times["router_backward"]
     return Prediction(facts, gpus, _parts(facts, gpus, cluster, layer, router), layer, cluster)
 
 
@@ -172,6 +174,8 @@ def _parts(
     output = arithmetic(gemm, 6.0 * tokens * model.embedding_parameters)
     logits = 2.0 * tokens * model.vocabulary
     loss = hbm.time(logits * (4 if facts.compile else 20)).doubted("loss traffic", 0.5)
+    if facts.compile and "loss" in cluster.times:
+        loss = cluster.times["loss"] * (tokens / 16384)
     embedding = hbm.time(4.0 * model.embedding_parameters + 8.0 * tokens * hidden).doubted(
         "loss traffic", 0.5
     )
@@ -192,7 +196,7 @@ def _parts(
         Part("FSDP exposed", open_, "first gather, last reduction, what is longer than a layer"),
         Part(
             "optimizer and clipping",
-            hbm.time(40.0 * local).doubted("optimizer traffic", 0.15),
+            cluster.rate("optimizer").time(40.0 * local).doubted("optimizer traffic", 0.15),
             "AdamW, fused",
         ),
         Part("host", HOST.time(HOST_S), "one synchronisation"),
