@@ -29,11 +29,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def suite(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], dict[str, Any]]:
-    """`suite(world, name)`: a suite of v03_runs.py in that many processes; world 0: of v03_configs.py."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """tests/torchtitan's `Runs`, with tokenizer and data in a folder of its own."""
     from titan_harness import Runs
 
-    runs = Runs(tmp_path_factory.mktemp("titan_v03"))
+    return Runs(tmp_path_factory.mktemp("titan_v03"))
+
+
+@pytest.fixture(scope="session")
+def suite(runs: Any) -> Callable[[int, str], dict[str, Any]]:
+    """`suite(world, name)`: a suite of v03_runs.py in that many processes; world 0: of v03_configs.py."""
 
     def get(world: int, name: str) -> dict[str, Any]:
         if world == 0:

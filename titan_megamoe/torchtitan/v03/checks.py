@@ -51,8 +51,9 @@ def op_config(options: dict[str, Any], max_tokens_per_rank: int = 0) -> MegaMoEC
     config = dataclasses.replace(config, all_to_all_sum="bf16")
     if config.backend == "deepep":
         raise UnsupportedError(
-            'mega_moe has backend = "deepep", which is TorchTitan 0.2\'s DeepEP: 0.3 has its own; take '
-            'mega_moe out and give model_registry(moe_comm_backend="deepep").'
+            'mega_moe has backend = "deepep", which is TorchTitan 0.2\'s DeepEP, but 0.3 has its own: take '
+            'mega_moe out and set expert_parallel_comm_backend = "deepep" in [parallelism] of a job file, or '
+            "moe_comm_backend of model_registry."
         )
     if config.backend != "auto":
         reason = unavailable_reason(config.backend, torch.device(device_type), None, config)

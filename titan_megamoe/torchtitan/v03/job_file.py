@@ -205,7 +205,9 @@ def _fit(place: Place, value: Any, owner: Any, name: str) -> Any:
     if isinstance(default, int | float) and (
         not isinstance(value, int | float) or isinstance(default, bool) != isinstance(value, bool)
     ):
-        raise ConfigError(f"[{place[0]}] {place[1]} is {value!r}; it must be a {type(default).__name__}.")
+        raise ConfigError(
+            f"[{place[0]}] {place[1]} is {value!r}; it must be of type {type(default).__name__}."
+        )
     return value
 
 
@@ -250,7 +252,7 @@ def _model(given: dict[Place, Any]) -> ModelSpec:
     compiled = bool(given.get(("compile", "enable"))) and "model" in given.get(
         ("compile", "components"), ["model"]
     )
-    quantize = {s: _section(given, s) for s, _ in list(given) if s.startswith("quantize.")}
+    quantize = {s: _section(given, s) for s in {s for s, _ in given if s.startswith("quantize.")}}
     converters = [_converter(n, names, options, quantize, compiled) for n in names]
     kwargs = {} if comm == "standard" else {"moe_comm_backend": comm}
     spec = qwen3.model_registry(flavor, converters=converters, **kwargs)
