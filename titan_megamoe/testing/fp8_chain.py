@@ -58,10 +58,10 @@ class Experts:
 
 def make_experts(hidden: int, intermediate: int, counts: Sequence[int], device: str = "cpu") -> Experts:
     """Experts with `counts` rows each; the pool has room for two more tiles than are used."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(*shape, generator=generator) * scale).bfloat16().to(device)
+        return (torch.randn(*shape, generator=generator, device=device) * scale).bfloat16()
 
     tiles = tiles_from_counts(list(counts), sum(counts) + 2 * BLOCK_M, device)
     e, rows = len(counts), tiles.pool_rows
@@ -70,7 +70,7 @@ def make_experts(hidden: int, intermediate: int, counts: Sequence[int], device: 
         normal(e, intermediate, hidden, scale=hidden**-0.5),
         normal(e, intermediate, hidden, scale=hidden**-0.5),
         normal(e, hidden, intermediate, scale=intermediate**-0.5),
-        normal(rows, hidden), normal(rows, hidden), torch.rand(rows, generator=generator).to(device),
+        normal(rows, hidden), normal(rows, hidden), torch.rand(rows, generator=generator, device=device),
     )  # fmt: skip
     padding = torch.ones(rows, dtype=torch.bool, device=device)
     for span in experts.spans():
@@ -138,8 +138,8 @@ def relative(got: Tensor, wanted: Tensor) -> float:
     return difference / max(wanted.double().norm().item(), 1e-30) if difference != 0 else 0.0
 
 
-def chain_errors(experts: Experts, chain: Chain) -> dict[str, float]:
-    """Relative L2 error of every result against the emulated recipe, over all experts' rows."""
+def chain_errors(experts: Experts, chain: Chain, only: Sequence[int] | None = None) -> dict[str, float]:
+    """Relative L2 error of every result against the emulated recipe, over all experts' rows or some's."""
     recipe = get_recipe("fp8")
     got: dict[str, list[Tensor]] = {}
     wanted: dict[str, list[Tensor]] = {}
@@ -150,6 +150,8 @@ def chain_errors(experts: Experts, chain: Chain) -> dict[str, float]:
             wanted.setdefault(name, []).append(theirs.float().flatten())
 
     for i, span in enumerate(experts.spans()):
+        if only is not None and i not in only:
+            continue
         x, dy, weight = experts.x[span], experts.dy[span], experts.weight[span]
         matrices = experts.w1[i], experts.w3[i], experts.w2[i]
         forward = expert_forward(x, weight, *matrices, recipe)

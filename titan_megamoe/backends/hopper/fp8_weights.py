@@ -2,8 +2,8 @@
 
 An entry belongs to the storages of w1, w3 and w2 (the objects, not their addresses), the place of the tensors
 in them, their versions, and a generation. So it is found again when FSDP frees a layer's gathered weights and
-gathers them once more into the same storage, and it is not found by another layer's weights that take over the
-freed address. A storage that dies takes its entry with it.
+gathers them once more into the same storage, and not by another layer's weights that take over the freed
+address. A storage that dies takes its entry with it.
 
 FSDP gathers new values without advancing a version, hence the generation: every optimizer's step advances it,
 and `new_weight_generation` does for anyone who changes weights otherwise (a checkpoint loaded between steps,

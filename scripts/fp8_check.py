@@ -1,0 +1,316 @@
+"""Check the fp8 kernels on one Hopper GPU, then time them beside deep_gemm.
+
+    python scripts/fp8_check.py [--models 30b 235b] [--skip-times] [--out fp8.json]
+
+First what must be right, and nothing is timed if it is not: the quantizers bit for bit, every kernel against
+the emulated recipe on small shapes with tails and on full ones, NaN and Inf, two runs to the bit. Then times:
+64 local experts, rows as uniform routing of 2 × 16384 tokens to 8 of 128 experts gives them, medians of
+events, all candidates in turn. TFLOP/s counts real rows. `predicted` is docs/design_fp8.md's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_megamoe.backends.hopper.fp8_gemm import (
+    Fp8Rows,
+    gemm_down_backward_fp8,
+    gemm_plain_fp8,
+    gemm_up_fp8,
+)
+from titan_megamoe.backends.hopper.fp8_quantize import QuantizedWeight, quantize_rows, quantize_weights
+from titan_megamoe.backends.hopper.jit.cache import cache_dirs
+from titan_megamoe.precision import quantize_act_1x128, quantize_weight_128x128
+from titan_megamoe.testing.fp8_chain import (
+    LIMIT,
+    Chain,
+    Experts,
+    chain_errors,
+    make_experts,
+    reference_rows,
+    run_chain,
+)
+
+MODELS = {"30b": (2048, 768), "235b": (4096, 1536)}
+SMALL = [
+    (256, 384, [44, 0, 1, 31, 33, 127, 128, 129]),
+    (144, 208, [5, 0, 130]),
+    (320, 192, [193, 257, 321, 385]),
+    (2880, 2880, [60]),
+    (4352, 128, [7, 300]),
+]
+EXPERTS, TOP_K, TOKENS, EP = 128, 8, 16384, 2
+PREDICTED = {
+    "30b": {
+        "gemm1": 0.67,
+        "gemm2": 0.36,
+        "dgrad2": 0.48,
+        "dgrad1": 0.63,
+        "quantize x": 0.03,
+        "weights": 0.35,
+    },
+    "235b": {
+        "gemm1": 2.38,
+        "gemm2": 1.25,
+        "dgrad2": 1.37,
+        "dgrad1": 2.30,
+        "quantize x": 0.06,
+        "weights": 1.35,
+    },
+}
+ROUNDS = 15
+
+
+def say(text: str = "") -> None:
+    print(text, flush=True)
+
+
+def same_bits(got: Tensor, wanted: Tensor) -> bool:
+    """Equal, with NaN where the other has NaN."""
+    got, wanted = got.float(), wanted.float()
+    return bool(((got == wanted) | (got.isnan() & wanted.isnan())).all())
+
+
+def check_quantizers() -> bool:
+    torch.manual_seed(0)
+    x = (
+        torch.randn(4097, 2880, device="cuda")
+        * torch.randint(-20, 20, (4097, 1), device="cuda").float().exp2()
+    )
+    x = x.bfloat16()
+    x[5], x[6, 7], x[8, 9], x[10] = 0, float("nan"), float("inf"), 1e-36
+    right = all(same_bits(a, b) for a, b in zip(quantize_rows(x), quantize_act_1x128(x), strict=True))
+    for dtype in (torch.bfloat16, torch.float32):
+        w = torch.randn(3, 1040, 2880, device="cuda").to(dtype)
+        w[1, :128, :128], w[2, 3, 4] = 0, float("nan")
+        ours = quantize_weights([w])
+        for i in range(3):
+            data, scale = quantize_weight_128x128(w[i].bfloat16())
+            pairs = (
+                (ours.data[i], data),
+                (ours.scale[i], scale),
+                (ours.data_t[i], data.t()),
+                (ours.scale_t[i], scale.t()),
+            )
+            right &= all(same_bits(a, b) for a, b in pairs)
+    say(f"quantizers        {'equal bit for bit' if right else 'DIFFER'}")
+    return right
+
+
+def gpu_rows(x: Tensor) -> Fp8Rows:
+    data, scale = quantize_rows(x)
+    return Fp8Rows(data.unsqueeze(0), scale.t().contiguous().unsqueeze(0))
+
+
+def equal_chains(experts: Experts, a: Chain, b: Chain) -> bool:
+    pairs = (
+        (a.o, b.o), (a.dx, b.dx), (a.h.data[0], b.h.data[0]), (a.dgu.data[0], b.dgu.data[0]),
+        (a.dgu.data[1], b.dgu.data[1]), (a.dweight, b.dweight), (a.h16, b.h16),
+    )  # fmt: skip
+    return all(
+        same_bits(p[s], q[s]) for p, q in pairs for s in experts.spans() if p is not None and q is not None
+    )
+
+
+def check_chain(title: str, experts: Experts, only: list[int] | None = None) -> bool:
+    run = lambda: run_chain(experts, quantize_rows=gpu_rows, quantize_weights=quantize_weights)  # noqa: E731
+    first, second = run(), run()
+    torch.cuda.synchronize()
+    errors = chain_errors(experts, first, only)
+    repeatable = equal_chains(experts, first, second)
+    right = repeatable and all(e <= LIMIT for e in errors.values())
+    listed = "  ".join(f"{name} {error:.1e}" for name, error in errors.items())
+    say(f"{title:<17} {'ok   ' if right else 'WRONG'} {'' if repeatable else 'NOT REPEATABLE '}{listed}")
+    return right
+
+
+def check_not_numbers() -> bool:
+    experts = make_experts(256, 384, [200], "cuda")
+    w13 = quantize_weights([experts.w1, experts.w3])
+    clean, _ = gemm_up_fp8(gpu_rows(experts.x), w13, experts.weight, experts.tiles)
+    experts.x[7, 3], experts.x[9, 140] = float("nan"), float("inf")
+    h, _ = gemm_up_fp8(gpu_rows(experts.x), w13, experts.weight, experts.tiles)
+    bad = ~h.scale[0].isfinite().all(0)[:200]
+    others = torch.ones(200, dtype=torch.bool, device="cuda")
+    others[[7, 9]] = False
+    kept = same_bits(h.data[0, :200][others], clean.data[0, :200][others])
+    right = bad.nonzero().flatten().tolist() == [7, 9] and kept
+    found = bad.nonzero().flatten().tolist()
+    say(f"NaN, Inf          {'in their own rows' if right else f'WRONG: rows {found}'}")
+    return right
+
+
+def uniform_counts(seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(EP * TOKENS, EXPERTS, generator=generator)
+    counts = torch.bincount(scores.topk(TOP_K, dim=1).indices.flatten(), minlength=EXPERTS)
+    return counts[: EXPERTS // EP].tolist()
+
+
+def deep_gemm_calls(
+    experts: Experts, w13: QuantizedWeight, w2: QuantizedWeight
+) -> dict[str, Callable[[], Any]]:
+    """deep_gemm on our pool: rows in use, rows of a bound twice as large, ends of experts on the device."""
+    try:
+        import deep_gemm
+    except ImportError as error:
+        say(f"deep_gemm         not here ({error})")
+        return {}
+    grouped = deep_gemm.m_grouped_fp8_gemm_nt_contiguous
+    tiles, e = experts.tiles, len(experts.counts)
+    used = int(tiles.num_tiles) * 128
+    of_tile = tiles.tile_expert[: used // 128]
+    index = of_tile.repeat_interleave(128)
+    bound = torch.cat([index, torch.full_like(index, -1)])
+    ends = tiles.offs[:-1] + tiles.counts
+    h, i = experts.hidden, experts.intermediate
+    up = torch.cat([w13.data[:e], w13.data[e:]], 1), torch.cat([w13.scale[:e], w13.scale[e:]], 1)
+    down_t = w2.data_t, w2.scale_t
+    up_t = torch.cat([w13.data_t[:e], w13.data_t[e:]], 2), torch.cat([w13.scale_t[:e], w13.scale_t[e:]], 2)
+    calls: dict[str, Callable[[], Any]] = {}
+
+    def call(*arguments: Any, **options: Any) -> Callable[[], Any]:
+        return lambda: grouped(*arguments, **options)
+
+    for name, contraction, weight in (
+        ("gemm1", h, up), ("gemm2", i, (w2.data, w2.scale)), ("dgrad2", h, down_t), ("dgrad1", 2 * i, up_t),
+    ):  # fmt: skip
+        rows = torch.randn(2 * used, contraction, device="cuda", dtype=torch.bfloat16).to(torch.float8_e4m3fn)
+        scale = torch.rand(contraction // 128, 2 * used, device="cuda")
+        exact_scale = scale[:, :used].contiguous()
+        out = torch.empty(2 * used, weight[0].shape[1], device="cuda", dtype=torch.bfloat16)
+        exact, twice = (rows[:used], exact_scale.t()), (rows, scale.t())
+        calls[f"{name}, deep_gemm"] = call(exact, weight, out[:used], index)
+        calls[f"{name}, deep_gemm, bound 2x"] = call(twice, weight, out, bound)
+        calls[f"{name}, deep_gemm, ends, bound 2x"] = call(twice, weight, out, ends, use_psum_layout=True)
+    return calls
+
+
+def our_calls(experts: Experts, w13: QuantizedWeight, w2: QuantizedWeight) -> dict[str, Callable[[], Any]]:
+    tiles, weight = experts.tiles, experts.weight
+    x, dy = gpu_rows(experts.x), gpu_rows(experts.dy)
+    h, gate_up = gemm_up_fp8(x, w13, weight, tiles)
+    assert gate_up is not None
+    dgu = gemm_down_backward_fp8(dy, w2, gate_up, weight, tiles).dgu
+    out = torch.empty_like(experts.x)
+    tokens = experts.x[:TOKENS].nan_to_num().contiguous()
+    data, scale = quantize_rows(tokens)
+    copy = torch.empty_like(tokens)
+    return {
+        "gemm1": lambda: gemm_up_fp8(x, w13, weight, tiles),
+        "gemm1, inference": lambda: gemm_up_fp8(x, w13, weight, tiles, save=False),
+        "gemm2": lambda: gemm_plain_fp8(h, w2.data, w2.scale, tiles, out=out),
+        "dgrad2": lambda: gemm_down_backward_fp8(dy, w2, gate_up, weight, tiles),
+        "dgrad2, fp8 only": lambda: gemm_down_backward_fp8(
+            dy, w2, gate_up, weight, tiles, need_grads=False, need_h=False
+        ),
+        "dgrad1": lambda: gemm_plain_fp8(dgu, w13.data_t, w13.scale_t, tiles, out=out),
+        "quantize x": lambda: quantize_rows(tokens, data=data, scale=scale),
+        "quantize and copy": lambda: quantize_rows(tokens, data=data, scale=scale, copy=copy),
+        "weights": lambda: (quantize_weights([experts.w1, experts.w3]), quantize_weights([experts.w2])),
+    }
+
+
+def times_of(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
+    """Milliseconds of every call that runs, in turns."""
+    alive = dict(calls)
+    for name, call in calls.items():
+        try:
+            call()
+            call()
+            torch.cuda.synchronize()
+        except Exception as error:  # a peer that cannot run is a result, not the end
+            if "deep_gemm" not in name:
+                raise
+            say(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:110]}")
+            del alive[name]
+    times: dict[str, list[float]] = {name: [] for name in alive}
+    for _ in range(ROUNDS):
+        for name, call in alive.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(500_000)
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end))
+    return times
+
+
+def tflops(name: str, experts: Experts, ms: float) -> float:
+    products = {"gemm1": 2, "gemm2": 1, "dgrad2": 1, "dgrad1": 2}.get(name.split(",")[0], 0)
+    return 2e-9 * products * sum(experts.counts) * experts.hidden * experts.intermediate / ms
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--skip-times", action="store_true")
+    parser.add_argument("--out", help="JSON file for the results")
+    options = parser.parse_args()
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        say("fp8_check needs a Hopper GPU (compute capability 9.0).")
+        return 2
+    say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, kernels in {cache_dirs()[0]}")
+    begin = time.perf_counter()
+    right = check_quantizers()
+    start = time.perf_counter()
+    for hidden, intermediate, counts in SMALL:
+        right &= check_chain(
+            f"H {hidden}, I {intermediate}", make_experts(hidden, intermediate, counts, "cuda")
+        )
+        if start:
+            say(f"                  (first chain with compilation: {time.perf_counter() - start:.1f} s)")
+            start = 0.0
+    right &= check_not_numbers()
+    # The simulator's own reference for one shape: the quantizers' definition on the GPU.
+    experts = make_experts(256, 384, [130, 7], "cuda")
+    errors = chain_errors(experts, run_chain(experts, quantize_rows=reference_rows))
+    right &= all(e <= LIMIT for e in errors.values())
+    rows: list[dict[str, Any]] = []
+    for model in options.models:
+        experts = make_experts(*MODELS[model], uniform_counts(), "cuda")
+        right &= check_chain(f"{model}, experts 0, 63", experts, [0, 63])
+        if options.skip_times or not right:
+            continue
+        experts.x.nan_to_num_()
+        experts.dy.nan_to_num_()
+        w13, w2 = quantize_weights([experts.w1, experts.w3]), quantize_weights([experts.w2])
+        calls = our_calls(experts, w13, w2) | deep_gemm_calls(experts, w13, w2)
+        for name, values in times_of(calls).items():
+            ms = statistics.median(values)
+            rows.append(
+                {"model": model, "what": name, "ms_median": ms, "ms_min": min(values), "n": len(values),
+                 "tflops": tflops(name, experts, ms), "predicted_ms": PREDICTED[model].get(name)}
+            )  # fmt: skip
+        del calls, experts, w13, w2
+        torch.cuda.empty_cache()
+    if options.out:
+        with open(options.out, "w") as file:
+            json.dump({"gpu": torch.cuda.get_device_name(), "right": right, "rows": rows}, file, indent=1)
+    if rows:
+        say(f"\n{'':<8}{'':<34}{'ms':>8}{'min':>8}{'TFLOP/s':>9}{'predicted':>10}")
+    for row in rows:
+        predicted = "" if row["predicted_ms"] is None else f"{row['predicted_ms']:.2f}"
+        rate = f"{row['tflops']:.0f}" if row["tflops"] else ""
+        say(
+            f"{row['model']:<8}{row['what']:<34}{row['ms_median']:>8.3f}{row['ms_min']:>8.3f}{rate:>9}{predicted:>10}"
+        )
+    verdict = "ALL RIGHT" if right else "WRONG RESULTS: nothing above may be used"
+    say(f"\n{verdict}, {time.perf_counter() - begin:.0f} s")
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
