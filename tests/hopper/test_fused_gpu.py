@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import weakref
 
 import pytest
 import torch
@@ -157,7 +159,7 @@ def _memory(rank: int, rounds: int):
     config = MegaMoEConfig(backend="fused", max_tokens_per_rank=4096)
     size = workspace_bytes(world=2, max_tokens_per_rank=4096, top_k=2, hidden=256)
     *arguments, dy = leaves(PROBLEM, rank, device_of(rank))
-    used = []
+    used, alive = [], 0
     for _ in range(rounds):
         group = dist.new_group([0, 1])
         for _ in range(48):
@@ -165,6 +167,7 @@ def _memory(rank: int, rounds: int):
         torch.cuda.synchronize()
         assert existing_workspace(group).geometry.num_bytes == size
         dist.barrier()
+        last = weakref.ref(existing_workspace(group))
         name = group.group_name
         dist.destroy_process_group(group)
         del group
@@ -175,10 +178,16 @@ def _memory(rank: int, rounds: int):
         dist.barrier()
         free, total = torch.cuda.mem_get_info()
         used.append(total - free)
-    return used
+        gc.collect()
+        alive += last() is not None
+    return used, alive
 
 
 @TWO
 def test_workspaces_pile_up_with_layers_or_groups(rank_pool):
-    for used in rank_pool(2, "cuda").run(_memory, 4):
-        assert max(used[1:]) - used[0] < 64 * 2**20, used
+    """That nothing holds a workspace longer than its group is always checked. That its memory goes back can
+    only be read for the whole device, so not while other tests use it: run this file without -n for that."""
+    for used, alive in rank_pool(2, "cuda").run(_memory, 4):
+        assert not alive, f"{alive} workspaces outlive their group"
+        if "PYTEST_XDIST_WORKER" not in os.environ:
+            assert max(used[1:]) - used[0] < 64 * 2**20, used
