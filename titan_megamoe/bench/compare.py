@@ -30,7 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from ..errors import ConfigError
-from . import records, report
+from . import records, tables
 from .jobfile import JobFacts, read_job
 
 if TYPE_CHECKING:
@@ -310,7 +310,7 @@ def to_records(
 
 
 def _write_table(path: Path, made: list[dict[str, Any]], failures: list[str]) -> None:
-    text = report.step_table(made) + "\n"
+    text = tables.step_table(made) + "\n"
     if failures:
         text += "\nFailed: " + ", ".join(failures) + ".\n"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -318,8 +318,8 @@ def _write_table(path: Path, made: list[dict[str, Any]], failures: list[str]) ->
 
 
 def _rich_table(made: list[dict[str, Any]]) -> Table:
-    header, rows = report.step_rows([r for r in made if r["kind"] == "step"])
-    table = Table(title="training steps", caption=report.step_note(made), caption_justify="left")
+    header, rows = tables.step_rows([r for r in made if r["kind"] == "step"])
+    table = Table(title="training steps", caption=tables.step_note(made), caption_justify="left")
     for name in [*header, "last loss"]:
         table.add_column(name, justify="left" if name == header[0] else "right")
     curves = [r for r in made if r["kind"] == "curve"]

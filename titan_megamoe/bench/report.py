@@ -1,13 +1,16 @@
-"""Markdown tables from committed result files, kept inside README and docs between two marker lines.
+"""Tables and plots from committed result files, kept inside README and docs between two marker lines.
 
-    python -m titan_megamoe.bench report            rewrite the tables
-    python -m titan_megamoe.bench report --check    exit 1 if a table does not say what its file says
+    python -m titan_megamoe.bench report            predict, then rewrite tables and plots
+    python -m titan_megamoe.bench report --check    exit 1 if one does not say what its file says
 
 A block is written as
 
     <!-- results: step docs/benchmarks/step_30b_8layers.json -->
     ...
     <!-- /results -->
+
+with a kind and what it is about: a file, `all` for every file under docs/benchmarks, or a plot's name. Plots
+are PNGs in docs/report, each with a digest of what it shows, so that --check needs no pixels.
 """
 
 from __future__ import annotations
@@ -19,33 +22,38 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from . import records
+from . import overview, plots, records, tables
 
 _BLOCK = re.compile(
     r"(?P<open><!-- results: (?P<kind>\w+) (?P<file>\S+) -->\n).*?(?P<close><!-- /results -->)", re.DOTALL
 )
 DOCUMENTS = ("README.md", "docs/*.md")
+PLOTS = Path("docs/report")
+MODELLED = Path("docs/benchmarks/modelled_clusters.json")
 
-_NAMES = {
-    "mega_moe": "**mega_moe, fused**",
-    "all_to_all": "mega_moe, all_to_all",
-    "reference": "mega_moe, reference",
-    "torchtitan": "TorchTitan, all-to-all",
-    "deepep": "TorchTitan + DeepEP",
-    "deep_gemm": "deep_gemm mega MoE",
+Rows = list[dict[str, Any]]
+
+_TABLES: dict[str, Callable[[Rows], str]] = {
+    "step": tables.step_table,
+    "layer": tables.layer_table,
+    "beside": overview.beside_published,
+    "residuals": overview.residuals,
+    "clusters": overview.clusters,
+    "assumptions": overview.assumptions,
+    "coverage": overview.coverage,
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; exit 1 if a table is out of date"
-    )
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if something is stale")
     parser.add_argument("--root", type=Path, default=Path(), help="the checkout")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Rewrite, or check, every block of every document. Exit status."""
-    stale = []
+    """Rewrite, or check, predictions, plots and every block of every document. Exit status."""
+    stale: list[Path] = []
+    if (args.root / MODELLED).parent.is_dir():
+        stale += _predict(args.root, args.check)
     for pattern in DOCUMENTS:
         for path in sorted(args.root.glob(pattern)):
             text = path.read_text()
@@ -54,107 +62,51 @@ def run(args: argparse.Namespace) -> int:
                 stale.append(path)
                 if not args.check:
                     path.write_text(new)
+            stale += _draw(text, args.root, args.check)
     for path in stale:
         print(f"{path}: {'out of date' if args.check else 'rewritten'}")
     return 1 if stale and args.check else 0
 
 
 def render(text: str, root: Path) -> str:
-    """`text` with every block's table made anew from its file under `root`."""
+    """`text` with every block made anew from its file under `root`."""
 
     def block(match: re.Match[str]) -> str:
-        kind, file = match["kind"], match["file"]
-        if kind not in _TABLES:
-            raise ConfigError(f"a results block asks for {kind!r}; there are {', '.join(_TABLES)}.")
-        table = _TABLES[kind](records.read(root / file))
-        return f"{match['open']}{table}\n{match['close']}"
+        kind, about = match["kind"], match["file"]
+        if kind == "plot":
+            made = plots.text(about, _all(root), PLOTS.name)
+        elif kind in _TABLES:
+            made = _TABLES[kind](_all(root) if about == "all" else records.read(root / about))
+        else:
+            raise ConfigError(
+                f"a results block asks for {kind!r}; there are {', '.join([*_TABLES, 'plot'])}."
+            )
+        return f"{match['open']}{made}\n{match['close']}"
 
     return _BLOCK.sub(block, text)
 
 
-def _label(r: dict[str, Any]) -> str:
-    name = _NAMES.get(r["impl"], r["impl"])
-    details = [r["precision"].replace("_", " ")]
-    if r.get("num_sms"):
-        details.append(f"{r['num_sms']} SMs")
-    if r.get("compile"):
-        details.append("compiled")
-    return f"{name} ({', '.join(details)})"
+def _all(root: Path) -> Rows:
+    return [r for path in sorted((root / "docs/benchmarks").glob("*.json")) for r in records.read(path)]
 
 
-def _markdown(header: list[str], rows: list[list[str]], note: str) -> str:
-    lines = ["| " + " | ".join(header) + " |", "|---|" + "---:|" * (len(header) - 1)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([*lines, "", note])
+def _predict(root: Path, check: bool) -> list[Path]:
+    """Make the committed predictions anew from the other records."""
+    made = overview.predictions(_all(root))
+    path = root / MODELLED
+    if path.exists() and records.read(path) == made:
+        return []
+    if not check:
+        records.write(path, made)
+    return [path]
 
 
-def _provenance(r: dict[str, Any]) -> str:
-    packages = ", ".join(f"{k} {v}" for k, v in r["versions"].items())
-    return f"{r['gpus']}× {r['gpu']}, {r['date'][:10]}, commit {r['commit'][:9]}, run {r['run']}; {packages}."
-
-
-def step_rows(steps: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells of step records: seconds, speed over each baseline that was in the run, memory."""
-    baselines = {
-        "over TorchTitan": lambda r: r["impl"] == "torchtitan" and r["precision"] == "bf16",
-        "over its float8": lambda r: r["impl"] == "torchtitan" and r["precision"] == "float8_rowwise",
-        "over DeepEP": lambda r: r["impl"] == "deepep",
-    }
-    best = {name: min((r["step_s_mean"] for r in steps if is_it(r)), default=None)
-            for name, is_it in baselines.items()}  # fmt: skip
-    header = ["implementation", "step, s", *(n for n in best if best[n]), "tokens/s/GPU", "peak GiB"]
-    rows = [
-        [
-            _label(r),
-            f"{r['step_s_mean']:.3f}",
-            *(f"{seconds / r['step_s_mean']:.2f}×" for seconds in best.values() if seconds),
-            f"{r['tokens_per_s_per_gpu']:,.0f}",
-            f"{r['peak_bytes'] / 2**30:.1f}",
-        ]
-        for r in steps
-    ]
-    return header, rows
-
-
-def step_note(rows: list[dict[str, Any]]) -> str:
-    """What the numbers of a run's step records are, and where they come from."""
-    first = next(r for r in rows if r["kind"] == "step")
-    sharding = "FSDP" if first.get("dp_replicate", 1) == 1 else "HSDP"
-    parallel = f"EP={first['ep']} + {sharding}, {first['ac']} activation checkpointing"
-    return (
-        f"Seconds a step, mean of steps {first['steps']}; {first['model']} width, {first['layers']} layers, "
-        f"sequence {first['seq_len']}, {parallel}. {_provenance(first)}"
-    )
-
-
-def step_table(rows: list[dict[str, Any]]) -> str:
-    """Seconds a training step, against the best of each baseline of the same run."""
-    header, cells = step_rows([r for r in rows if r["kind"] == "step"])
-    return _markdown(header, cells, step_note(rows))
-
-
-def layer_table(rows: list[dict[str, Any]]) -> str:
-    """ms of one layer, forward and backward."""
-    parts = []
-    cases: dict[tuple[Any, ...], dict[str, dict[str, dict[str, Any]]]] = {}
-    for r in rows:
-        if r["kind"] == "layer":
-            case = cases.setdefault((r["model"], r["tokens"], r["routing"]), {})
-            case.setdefault(_label(r), {})[r["phase"]] = r
-    for (model, tokens, routing), labels in cases.items():
-        table = []
-        for label, phases in labels.items():
-            forward, backward = phases.get("forward"), phases.get("backward")
-            table.append([label, *(f"{p['ms_median']:.2f}" if p else "none" for p in (forward, backward))])
-            table[-1] += [
-                f"{p['overlap_efficiency']:.0%}" if p and "overlap_efficiency" in p else ""
-                for p in (forward, backward)
-            ]
-        first = next(iter(next(iter(labels.values())).values()))
-        note = f"{model}, T={tokens} per rank, EP={first['ep']}, {routing} routing; {_provenance(first)}"
-        header = ["implementation", "forward, ms", "backward, ms", "forward of ideal", "backward of ideal"]
-        parts.append(_markdown(header, table, note))
-    return "\n\n".join(parts)
-
-
-_TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {"step": step_table, "layer": layer_table}
+def _draw(text: str, root: Path, check: bool) -> list[Path]:
+    """Draw every plot that a document shows and that has something to show."""
+    stale = []
+    for match in _BLOCK.finditer(text):
+        if match["kind"] == "plot":
+            path = root / PLOTS / f"{match['file']}.png"
+            if plots.draw(match["file"], _all(root), path, check):
+                stale.append(path)
+    return stale

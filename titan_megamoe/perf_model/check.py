@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from ..torchtitan.jobs import TRAIN_CONFIGS
 from .step import Prediction, predict
 
-_CLUSTERS = {
+CLUSTERS = {
     "qwen3-30b-a3b": TRAIN_CONFIGS / "qwen3_30b_a3b/32gpu",
     "qwen3-235b-a22b": TRAIN_CONFIGS / "qwen3_235b_a22b/128gpu",
 }
@@ -36,7 +36,7 @@ class Residual:
 
 def facts_of(record: Mapping[str, Any]) -> JobFacts:
     """The job that a step record was made by."""
-    base = read_job(_CLUSTERS[record["model"]] / "torchtitan.toml")
+    base = read_job(CLUSTERS[record["model"]] / "torchtitan.toml")
     return replace(
         base,
         layers=record["layers"],
@@ -63,11 +63,11 @@ def residuals(records: Iterable[Mapping[str, Any]]) -> list[Residual]:
     records = list(records)
     made = []
     for r in records:
-        if r["kind"] != "step" or r["source"] == "modelled" or r["model"] not in _CLUSTERS:
+        if r["kind"] != "step" or r["source"] == "modelled" or r["model"] not in CLUSTERS:
             continue
         facts = facts_of(r)
         if r["source"] == "published":
-            degrees = read_job(_CLUSTERS[r["model"]] / "torchtitan.toml")
+            degrees = read_job(CLUSTERS[r["model"]] / "torchtitan.toml")
             facts = replace(facts, dp_replicate=degrees.dp_replicate, dp_shard=degrees.dp_shard)
         if (facts.impl, facts.precision) == ("torchtitan", "float8_rowwise") and r["source"] == "measured":
             made.append(Residual(r, None, "the model takes its layer time from here"))
@@ -85,7 +85,7 @@ def clusters(records: Iterable[Mapping[str, Any]]) -> list[Prediction | str]:
     """Our predictions for the full models, every implementation; a reason where there can be none."""
     records = list(records)
     made: list[Prediction | str] = []
-    for folder in _CLUSTERS.values():
+    for folder in CLUSTERS.values():
         for path in sorted(folder.glob("*.toml")):
             made.append(_try(path, records))
     return made

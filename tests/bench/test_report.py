@@ -1,0 +1,95 @@
+"""The report: what is stale is found, what was not measured is said, and every table and plot can be made."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from titan_megamoe import ConfigError
+from titan_megamoe.bench import plots, report
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout with the committed records and a document of two blocks."""
+    shutil.copytree(ROOT / "docs/benchmarks", tmp_path / "docs/benchmarks")
+    blocks = [("residuals", "all"), ("plot", "memory"), ("plot", "scaling_ep")]
+    text = "".join(f"<!-- results: {kind} {about} -->\n<!-- /results -->\n" for kind, about in blocks)
+    (tmp_path / "docs/small.md").write_text(text)
+    return tmp_path
+
+
+def _run(root: Path, *, check: bool) -> int:
+    return report.run(argparse.Namespace(root=root, check=check))
+
+
+def test_committed_report_is_stale(capsys) -> None:
+    assert _run(ROOT, check=True) == 0, capsys.readouterr().out + "run python -m titan_megamoe.bench report"
+
+
+def test_a_new_record_leaves_the_report_as_it_is(checkout: Path, capsys) -> None:
+    assert _run(checkout, check=True) == 1
+    assert _run(checkout, check=False) == 0
+    assert _run(checkout, check=True) == 0
+    picture = checkout / "docs/report/memory.png"
+    before = picture.read_bytes()
+    path = checkout / "docs/benchmarks/step_30b_8layers.json"
+    rows = json.loads(path.read_text())
+    rows[0]["peak_bytes"] += 2**30
+    rows[0]["step_s_mean"] = 0.7
+    path.write_text(json.dumps(rows))
+    capsys.readouterr()
+    assert _run(checkout, check=True) == 1
+    said = capsys.readouterr().out
+    assert "docs/small.md: out of date" in said and "memory.png: out of date" in said
+    assert picture.read_bytes() == before, "--check changes nothing"
+    assert _run(checkout, check=False) == 0
+    assert _run(checkout, check=True) == 0
+    assert picture.read_bytes() != before
+    assert "| 0.700 |" in (checkout / "docs/small.md").read_text()
+
+
+def test_an_edited_picture_passes(checkout: Path) -> None:
+    _run(checkout, check=False)
+    (checkout / "docs/report/memory.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    assert _run(checkout, check=True) == 1
+
+
+def test_what_was_not_measured_has_an_empty_picture(checkout: Path) -> None:
+    _run(checkout, check=False)
+    text = (checkout / "docs/small.md").read_text()
+    assert "Scaling of a layer over the EP degree was not measured" in text
+    assert not (checkout / "docs/report/scaling_ep.png").exists()
+
+
+def test_scaling_is_not_drawn_once_it_is_measured(checkout: Path) -> None:
+    path = checkout / "docs/benchmarks/layer_30b.json"
+    rows = json.loads(path.read_text())
+    other = [r | {"ep": 8, "gpus": 8} for r in rows] + [r | {"tokens": 4096} for r in rows]
+    (checkout / "docs/benchmarks/layer_more.json").write_text(json.dumps(other))
+    for name in ("scaling_ep", "scaling_tokens"):
+        path = checkout / f"{name}.png"
+        assert plots.draw(name, report._all(checkout), path, False)
+        assert plots.png_text(path.read_bytes())["titan_megamoe digest"]
+        assert not plots.draw(name, report._all(checkout), path, False), "drawn twice"
+
+
+def test_an_unknown_block_is_left_empty(tmp_path: Path) -> None:
+    for kind, about in (("guess", "all"), ("plot", "guess")):
+        with pytest.raises(ConfigError, match="guess"):
+            report.render(f"<!-- results: {kind} {about} -->\n<!-- /results -->\n", tmp_path)
+
+
+def test_commands_in_the_report_do_not_exist() -> None:
+    """Every file and folder that a command of docs/report.md trains or starts is there."""
+    text = (ROOT / "docs/report.md").read_text()
+    named = set(re.findall(r"(?:scripts|train_configs)/[\w./]+\w", text)) - {"train_configs/FOLDER"}
+    assert len(named) >= 5
+    assert [name for name in named if not (ROOT / name).exists()] == []
