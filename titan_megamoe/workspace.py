@@ -9,6 +9,10 @@ All layers share it; it is allocated at the first call, printed, and freed when 
     dweight   (T_max, K) fp32          gradients of top-k weights, written by the experts' ranks
     x         (T_max, H) bf16          published tokens, or their gradients in a backward
     partial   (W - 1, T_max, H) bf16   partial sums, one slab per peer, rank + 1 first (modulo W)
+    and where a call's precision is not bf16:
+    rows8     (T_max, H) e4m3          published tokens, or their gradients, quantized
+    scales    (T_max, ⌈H/128⌉) fp32    their reciprocal scales
+    second    (T_max, H) bf16          published tokens in a backward, where x has their gradients
 
 Peers reach a part of rank r at this rank's address plus delta[r] bytes. With W = 1 nothing is shared,
 and x and partial do not exist. NVLink multicast is not used.
@@ -45,21 +49,28 @@ class Geometry:
     max_tokens: int  # T_max
     top_k: int  # K
     hidden: int  # H
+    fp8: bool = False  # some call's precision is not bf16
 
     def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of every part, in the order of memory."""
         shared = int(self.world > 1)
         chunks = max(-(-self.max_tokens // COMBINE_TOKENS), 1)
         slots = (self.max_tokens, self.top_k)
+        tokens = self.max_tokens * shared
+        quantized: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "rows8": ((tokens, self.hidden), torch.float8_e4m3fn),
+            "scales": ((tokens, -(-self.hidden // 128)), torch.float32),
+            "second": ((tokens, self.hidden), torch.bfloat16),
+        }
         return {
             "mail": ((self.world, MAIL_WORDS), torch.int32),
             "flags": ((MAX_WAVES, self.world, chunks), torch.int32),
             "ids": (slots, torch.int32),
             "weights": (slots, torch.float32),
             "dweight": (slots, torch.float32),
-            "x": ((self.max_tokens * shared, self.hidden), torch.bfloat16),
+            "x": ((tokens, self.hidden), torch.bfloat16),
             "partial": ((self.world - 1, self.max_tokens, self.hidden), torch.bfloat16),
-        }
+        } | (quantized if self.fp8 else {})
 
     @property
     def num_bytes(self) -> int:
@@ -74,9 +85,11 @@ def _part_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-def workspace_bytes(*, world: int, max_tokens_per_rank: int, top_k: int, hidden: int) -> int:
+def workspace_bytes(
+    *, world: int, max_tokens_per_rank: int, top_k: int, hidden: int, precision: str = "bf16"
+) -> int:
     """Bytes of symmetric memory per rank that all fused layers of this geometry share."""
-    return Geometry(world, max_tokens_per_rank, top_k, hidden).num_bytes
+    return Geometry(world, max_tokens_per_rank, top_k, hidden, precision != "bf16").num_bytes
 
 
 class Workspace:
@@ -84,7 +97,7 @@ class Workspace:
 
     Attributes:
         geometry: the sizes.
-        mail, flags, ids, weights, dweight, x, partial: views, see the module's head.
+        mail, flags, ids, weights, dweight, x, partial, rows8, scales, second: views, see the module's head.
         delta: (W,) int64, bytes from this rank's part to each rank's.
         state: (STATE_WORDS,) int32 device words; progress: those of the communication blocks.
         report: (WORDS,) int32 in pinned host memory, where kernels report a fault.
@@ -97,6 +110,9 @@ class Workspace:
     dweight: Tensor
     x: Tensor
     partial: Tensor
+    rows8: Tensor
+    scales: Tensor
+    second: Tensor
 
     def __init__(self, group: dist.ProcessGroup | None, geometry: Geometry, device: torch.device) -> None:
         self.geometry = geometry
@@ -191,7 +207,7 @@ def _header(geometry: Geometry) -> CallHeader:
     )
 
 
-_workspaces: dict[str, dict[tuple[int, int, int], Workspace]] = {}
+_workspaces: dict[str, dict[tuple[int, int, int, bool], Workspace]] = {}
 _last_used: dict[str, Workspace] = {}
 
 
@@ -203,13 +219,14 @@ def get_workspace(
     max_tokens: int,
     top_k: int,
     hidden: int,
+    fp8: bool = False,
 ) -> Workspace:
     """The workspace for such calls; the first call of a geometry creates it, a collective over the group.
 
     `max_tokens` 0: the largest `num_tokens` of any rank at the first call, rounded up to a power of two,
     at least MIN_TOKENS. Raises BoundError when this rank's `num_tokens` does not fit.
     """
-    key = (max_tokens, top_k, hidden)
+    key = (max_tokens, top_k, hidden, fp8)
     name = group_name(group)
     mine = _workspaces.get(name)
     if mine is None:
@@ -218,7 +235,7 @@ def get_workspace(
             weakref.finalize(group, release_workspaces, name)
     workspace = mine.get(key)
     if workspace is None:
-        workspace = mine[key] = _create(group, device, num_tokens, max_tokens, top_k, hidden)
+        workspace = mine[key] = _create(group, device, num_tokens, *key)
     _last_used[name] = workspace
     bound = workspace.geometry.max_tokens
     if num_tokens > bound:
@@ -238,6 +255,7 @@ def _create(
     max_tokens: int,
     top_k: int,
     hidden: int,
+    fp8: bool,
 ) -> Workspace:
     if torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
@@ -249,7 +267,7 @@ def _create(
         header = CallHeader(phase=Phase.FORWARD, top_k=top_k, hidden=hidden, num_tokens=num_tokens)
         bound = max(agree(group, header, device).num_tokens)
         bound = max(MIN_TOKENS, 1 << (bound - 1).bit_length())
-    geometry = Geometry(group_size(group), bound, top_k, hidden)
+    geometry = Geometry(group_size(group), bound, top_k, hidden, fp8)
     return Workspace(group, geometry, device)
 
 

@@ -24,9 +24,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     [
         ("fp8_plain", ()),
         ("fp8_up", ("SAVE",)),
-        ("fp8_up", ()),
         ("fp8_down_backward", ("WRITE_GRADS", "WRITE_H")),
-        ("fp8_down_backward", ()),
     ],
 )
 def test_kernel_spills_serialises_or_misses_the_tensor_cores(name, defines, tmp_path):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -161,3 +165,15 @@ def test_wrong_operands_are_misread_instead_of_refused():
         gemm_up_fp8(Fp8Rows(x.data, x.scale.transpose(1, 2)), w13, experts.weight, experts.tiles)
     with pytest.raises(ConfigError, match="multiple of 16"):
         gemm_plain_fp8(Fp8Rows.empty(1, rows, 40, x.data.device), w2.data[..., :40], w2.scale, experts.tiles)
+
+
+def test_layer_of_one_rank_is_wrong_or_computes_what_is_frozen():
+    script = Path(__file__).with_name("fp8_one_rank.py")
+    env = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": str(script.parents[2]),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0 and done.stdout.strip().endswith("ok"), done.stderr[-3000:]

@@ -201,3 +201,19 @@ def test_missing_driver_is_not_named(monkeypatch):
     driver.libcuda.cache_clear()
     with pytest.raises(UnsupportedError, match="libcuda.so.1.*driver is needed"):
         driver.libcuda()
+
+
+def test_fp8_backend_hides_a_missing_compiler_or_asks_for_one_it_does_not_need(folder, tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    from titan_megamoe.backends.hopper import fp8_gemm
+
+    monkeypatch.setenv("TITAN_MEGAMOE_NVCC", str(tmp_path / "missing"))
+    monkeypatch.setattr(fp8_gemm, "find_nvrtc", lambda: None)
+    reason = fp8_gemm.why_no_kernels()
+    assert reason and "fp8_up" in reason and "no nvcc" in reason and "TITAN_MEGAMOE_NVCC" in reason
+    fake_nvcc(tmp_path, monkeypatch)
+    assert fp8_gemm.why_no_kernels() is None
+    for name, defines in fp8_gemm.VARIANTS:
+        cached_cubin(fp8_gemm.cuda_source(name), name, defines)
+    monkeypatch.setenv("TITAN_MEGAMOE_NVCC", str(tmp_path / "missing"))
+    assert fp8_gemm.why_no_kernels() is None

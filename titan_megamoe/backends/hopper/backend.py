@@ -231,6 +231,7 @@ def _prepare(call: MoECall) -> tuple[Workspace, PlanShape]:
         max_tokens=call.config.max_tokens_per_rank,
         top_k=call.top_k,
         hidden=call.hidden,
+        fp8=call.config.precision != "bf16",
     )
     shape = _plan_shape(call, workspace.geometry.max_tokens)
     workspace.raise_reported(call.config.timeout_s, shape.max_routed_rows)

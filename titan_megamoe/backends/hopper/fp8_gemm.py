@@ -24,6 +24,8 @@ from ...precision.quantize import BLOCK
 from .fp8_quantize import QuantizedWeight, check_fp8_dims
 from .gemm_common import GemmConfig, check_matrix, check_pool, grid_size
 from .jit import Kernel, load_kernel, tensor_map
+from .jit.cache import has_cubin
+from .jit.compiler import FIX, find_nvcc, find_nvrtc
 from .jit.tensor_map import TensorMap
 from .tiles import BLOCK_M, PoolTiles
 
@@ -76,6 +78,31 @@ def cuda_source(name: str) -> str:
     """The whole text of a kernel: what it shares with the others, then its own file."""
     folder = Path(__file__).with_name("cuda")
     return "\n".join((folder / file).read_text() for file in ("ptx.cuh", "fp8_gemm.cuh", f"{name}.cu"))
+
+
+VARIANTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("fp8_up", ()),
+    ("fp8_up", ("SAVE",)),
+    ("fp8_plain", ()),
+    ("fp8_down_backward", ()),
+    ("fp8_down_backward", ("WRITE_GRADS",)),
+    ("fp8_down_backward", ("WRITE_H",)),
+    ("fp8_down_backward", ("WRITE_GRADS", "WRITE_H")),
+)
+"""Every kernel that a call may need, and its macros."""
+
+
+def why_no_kernels() -> str | None:
+    """Why the kernels cannot be had here: neither compiled before nor a compiler; None when they can."""
+    if find_nvcc()[0] is not None or find_nvrtc() is not None:
+        return None
+    missing = {name for name, defines in VARIANTS if not has_cubin(cuda_source(name), name, defines)}
+    if not missing:
+        return None
+    return (
+        f"its CUDA kernels ({', '.join(sorted(missing))}) are not compiled yet and there is no compiler for "
+        f"them (no nvcc on PATH, no NVRTC library); {FIX}"
+    )
 
 
 def _kernel(name: str, kinds: tuple[str, ...], device: torch.device, defines: tuple[str, ...] = ()) -> Kernel:

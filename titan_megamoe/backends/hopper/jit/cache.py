@@ -78,8 +78,7 @@ def cached_cubin(
         UnsupportedError, MegaMoEError: from the compiler, when a cubin has to be made.
         MegaMoEError: no folder can be written, though a cubin could be made.
     """
-    facts = "\0".join((ARCH, *defines, source))
-    file = f"{name}-{hashlib.sha256(facts.encode()).hexdigest()[:24]}.cubin"
+    file = _file(source, name, defines)
     folders = cache_dirs()
     for folder in folders:
         cubin = _read(folder / file)
@@ -105,6 +104,16 @@ def cached_cubin(
         f"no folder for compiled kernels can be written ({'; '.join(failures)}). Fix: set "
         "TITAN_MEGAMOE_CACHE to a folder that can."
     )
+
+
+def has_cubin(source: str, name: str, defines: Sequence[str] = ()) -> bool:
+    """Whether `cached_cubin` would find the cubin and need no compiler."""
+    return any(_read(folder / _file(source, name, defines)) is not None for folder in cache_dirs())
+
+
+def _file(source: str, name: str, defines: Sequence[str]) -> str:
+    facts = "\0".join((ARCH, *defines, source))
+    return f"{name}-{hashlib.sha256(facts.encode()).hexdigest()[:24]}.cubin"
 
 
 def _read(path: Path) -> bytes | None:

@@ -1,0 +1,85 @@
+"""The fp8 kernels and the fp8 backend on GPUs, against the emulated recipe."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from titan_megamoe import MegaMoEConfig, backends
+from titan_megamoe.precision import get_recipe
+from titan_megamoe.testing.fp8_chain import LIMIT, chain_errors, make_experts, run_chain
+from titan_megamoe.testing.oracle import assert_within, compare, moe_oracle
+from titan_megamoe.testing.problems import Problem, assemble, run_rank, tensors
+
+pytestmark = pytest.mark.gpu
+
+COUNTS = (44, 0, 1, 31, 33, 127, 128, 129)
+PROBLEMS = {
+    "uniform": Problem(tokens=(64, 64)),
+    "odd counts": Problem(tokens=(400, 93), top_k=1, routing="counts", counts=COUNTS),
+    "dropped": Problem(tokens=(64, 33), routing="dropped"),
+    "one idle rank": Problem(tokens=(64, 0), routing="rank0"),
+    "duplicates": Problem(tokens=(40, 24), routing="duplicates"),
+    "tails": Problem(tokens=(70, 50), hidden=320, intermediate=208),
+    "frozen": Problem(tokens=(64, 64), requires_grad=(True, False, True, False, False)),
+}
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "counts"),
+    [(256, 384, list(COUNTS)), (144, 208, [5, 0, 130]), (320, 192, [193, 257, 321, 385])],
+)
+def test_kernels_differ_from_the_recipe(hidden, intermediate, counts):
+    experts = make_experts(hidden, intermediate, counts, "cuda")
+    assert_within(chain_errors(experts, run_chain(experts)), LIMIT)
+
+
+def _run(rank: int, problem: Problem, precision: str, repeats: int = 1):
+    """Results of the last run, and whether all runs gave the same bits."""
+    registered = backends._MODULES["fused"]
+    backends._MODULES["fused"] = ("titan_megamoe.backends.hopper.fp8_backend", "Fp8FusedBackend")
+    backends.get_backend.cache_clear()
+    backends._resolved.clear()
+    try:
+        config = MegaMoEConfig(backend="fused", precision=precision, timeout_s=20.0)
+        runs = [run_rank(rank, problem, config) for _ in range(repeats)]
+        torch.cuda.synchronize()
+    finally:
+        backends._MODULES["fused"] = registered
+        backends.get_backend.cache_clear()
+        backends._resolved.clear()
+    same = all(
+        torch.equal(a, b) for run in runs[1:] for a, b in zip(run.values(), runs[0].values(), strict=True)
+        if a is not None
+    )  # fmt: skip
+    return runs[-1], same
+
+
+def _oracle(problem: Problem, precision: str):
+    t = tensors(problem)
+    return moe_oracle(t.x, t.ids, t.weights, t.w1, t.w3, t.w2, t.dy, recipe=get_recipe(precision))
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8_bwd"])
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.multi_gpu
+def test_two_ranks_differ_from_the_recipe(rank_pool, name, precision):
+    problem = PROBLEMS[name]
+    results = [run for run, _ in rank_pool(2, "cuda").run(_run, problem, precision)]
+    assert_within(compare(assemble(results), _oracle(problem, precision)), LIMIT)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8_bwd"])
+def test_one_rank_differs_from_the_recipe(rank_pool, precision):
+    problem = Problem(tokens=(130,))
+    ((result, same),) = rank_pool(1, "cuda").run(_run, problem, precision, 3)
+    assert same
+    assert_within(compare(assemble([result]), _oracle(problem, precision)), LIMIT)
+
+
+@pytest.mark.multi_gpu
+def test_two_runs_differ_in_a_bit(rank_pool):
+    problem = Problem(tokens=(300, 200), top_k=4)
+    assert all(same for _, same in rank_pool(2, "cuda").run(_run, problem, "fp8", 20))
