@@ -29,7 +29,7 @@ for the epilogue of the tile before, the epilogue for its tile's multiplications
 before this launch, so nothing here waits for another GPU.
 
 Ordering: a chunk's plain stores → barrier of the 4 warps → release of the progress word (scope gpu) → acquire
-by the gatherer's lanes → warp-wide minimum, on which the row addresses depend → cp.async.
+by the gatherer's lanes → barrier of the warp → cp.async, whose row addresses depend on what was seen.
 
 No atomics on the result path: bitwise repeatable. Padding rows read row 0 and make padding.
 """
@@ -162,6 +162,7 @@ def _gather_role(
             needed = (gl.max(-2 - source, 0) + CHUNK) // CHUNK
             share = gl.where(comm < COMM_BLOCKS, (needed - comm + COMM_BLOCKS - 1) // COMM_BLOCKS, 0)
             seen = gl.min(_wait_at_least(progress_ptr + comm, share), 0)
+            gl.thread_barrier()  # of this warp: what one lane acquired, all may read
             source = gl.where(seen >= 0, source, -1)
         start = gl.where(source >= 0, source, gl.maximum(-2 - source, 0)).to(gl.int64) * H
         row_ptr = gl.where(source >= -1, x_ptr + start, recv_ptr + start)
