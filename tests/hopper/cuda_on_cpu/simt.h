@@ -206,8 +206,6 @@ static void for_box(const TensorMap& map, u32 base, const int (&at)[3], Visit vi
         }
 }
 
-DEVICE void prefetch_map(const TensorMap&) {}
-
 DEVICE void load_box(u32 to, const TensorMap& map, u32 barrier, int x, int y, int z) {
     const int at[3] = {x, y, z};
     for_box(map, to, at, [&](u32 s, char*) { memset(shared + s, 0xFF, map.element); });

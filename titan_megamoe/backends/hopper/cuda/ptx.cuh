@@ -47,10 +47,6 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
 
 // --- copy engine ------------------------------------------------------------------------------------------
 
-DEVICE void prefetch_map(const TensorMap& map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 // A box of a rank-3 map to shared memory; its bytes are counted on `barrier`.
 DEVICE void load_box(u32 to, const TensorMap& map, u32 barrier, int x, int y, int z) {
     asm volatile(

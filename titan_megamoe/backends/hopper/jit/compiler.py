@@ -51,6 +51,10 @@ def find_nvrtc() -> ctypes.CDLL | None:
     """NVRTC of torch's CUDA packages or of the system, or None."""
     for name in _nvrtc_candidates():
         try:
+            if os.path.isabs(name):
+                # NVRTC opens this one by its bare name, which works once it is loaded.
+                for builtins in sorted(Path(name).parent.glob("libnvrtc-builtins.so.*")):
+                    ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
             return ctypes.CDLL(name)
         except OSError:
             continue
