@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -44,3 +45,18 @@ def test_missing_torchtitan_is_not_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(lines, "version", missing)
     with pytest.raises(UnsupportedError, match="torchtitan03"):
         lines.installed_line()
+
+
+@pytest.mark.parametrize(
+    ("line", "cpu", "module"),
+    [
+        ("0.2.2", False, "torchtitan.train"),
+        ("0.2.2", True, "titan_megamoe.torchtitan"),
+        ("0.3.0", False, "titan_megamoe.torchtitan"),
+    ],
+)
+def test_launcher_starts_a_trainer_that_cannot_read_the_file(
+    monkeypatch: pytest.MonkeyPatch, line: str, cpu: bool, module: str
+) -> None:
+    monkeypatch.setattr(lines, "version", lambda _: line)
+    assert lines.trainer_command(Path("a.toml"), ["--x.y=1"], cpu)[:2] == ["-m", module]

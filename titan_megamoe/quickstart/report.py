@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from ..torchtitan.lines import trainer_command
+
 if TYPE_CHECKING:
     from .train import Machine, Run
 
@@ -51,13 +53,12 @@ def next_steps(console: Console, out: Path, machine: Machine, seconds: float) ->
     path = f"{out}/seed/checkpoint/step-0"
     seed = f"--checkpoint.enable --checkpoint.load_only --checkpoint.initial_load_path {path}"
     weights = f" \\\n      {seed}" if machine.cpu else ""
-    launcher = "titan_megamoe.torchtitan.train" if machine.cpu else "torchtitan.train"
+    job = " ".join(trainer_command(out / "jobs" / "mega_moe.toml", [], machine.cpu))
     console.print(f"\n[bold]Next[/] (this took {seconds:.0f} s)")
     console.print(
         f"""\
   Train your own way; every TorchTitan option works:
-    torchrun --nproc-per-node {machine.processes} -m {launcher} \\
-      --job.config_file {out}/jobs/mega_moe.toml \\
+    torchrun --nproc-per-node {machine.processes} {job} \\
       --model.hf_assets_path {out}/assets/tokenizer --training.dataset_path {out}/assets/data \\
       --training.steps 500 --mega_moe.backend reference{weights}
   Move a TorchTitan job of yours: add to its TOML

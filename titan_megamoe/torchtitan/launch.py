@@ -1,7 +1,8 @@
 """Run a TorchTitan job with torchrun and read what it prints, step by step.
 
-The jobs are TorchTitan's own: on GPUs `torchrun -m torchtitan.train`, without one the launcher that
-applies the CPU shim first (:mod:`.train`). Nothing here is imported by a training process.
+The jobs are TorchTitan's own: on GPUs `torchrun -m torchtitan.train` where TorchTitan reads job files,
+else the runner that maps them or applies the CPU shim first (:mod:`.__main__`). Nothing here is imported by a
+training process.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from .lines import trainer_command
 
 _STEP = re.compile(
     r"^\[rank0\]:.*step:\s+(?P<number>\d+)\s+loss:\s+(?P<loss>\S+)\s+grad_norm:\s+(?P<norm>\S+)\s+"
@@ -78,10 +81,9 @@ def run_job(
     Raises:
         JobFailed: a rank failed, or the time was over.
     """
-    module = "titan_megamoe.torchtitan.train" if cpu else "torchtitan.train"
     torchrun = ["-m", "torch.distributed.run", *rendezvous, "--nproc-per-node", str(processes)]
     ranks = ["--role", "rank", "--tee", "3", "--log-dir", str(log.with_suffix(".ranks"))]
-    job = ["-m", module, f"--job.config_file={job_file}", *arguments]
+    job = trainer_command(job_file, arguments, cpu)
     command = [sys.executable, *torchrun, *ranks, *job]
     log.parent.mkdir(parents=True, exist_ok=True)
     process = subprocess.Popen(

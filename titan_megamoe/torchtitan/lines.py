@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from ..errors import UnsupportedError
 
@@ -30,3 +32,13 @@ def installed_line() -> str:
             f"{' and '.join(TESTED.values())}: install one of them."
         )
     return line
+
+
+def trainer_command(job_file: Path, arguments: Sequence[str], cpu: bool) -> list[str]:
+    """What torchrun starts for a job file: TorchTitan's own trainer, or our runner where it needs help.
+
+    Raises what :func:`installed_line` raises.
+    """
+    if installed_line() == "0.2" and not cpu:
+        return ["-m", "torchtitan.train", f"--job.config_file={job_file}", *arguments]
+    return ["-m", "titan_megamoe.torchtitan", str(job_file), *arguments]
