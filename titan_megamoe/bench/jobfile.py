@@ -58,6 +58,9 @@ class ModelShape:
 _MODELS = {
     "30B-A3B": ModelShape("qwen3-30b-a3b", SHAPES["qwen3-30b-a3b"], 48, 32, 4, 128, 151936),
     "235B-A22B": ModelShape("qwen3-235b-a22b", SHAPES["qwen3-235b-a22b"], 94, 64, 4, 128, 151936),
+    "debugmodel_moe": ModelShape(
+        "debugmodel_moe", LayerShape("debugmodel_moe", 256, 768, 64, 8), 8, 16, 8, 128, 2048
+    ),
     "quickstart": ModelShape("quickstart", LayerShape("quickstart", 128, 128, 8, 2), 3, 4, 2, 32, 2048),
     "quickstart_gpu": ModelShape(
         "quickstart_gpu", LayerShape("quickstart_gpu", 1024, 512, 32, 4), 8, 16, 4, 64, 2048
