@@ -204,7 +204,6 @@ def our_calls(experts: Experts, w13: QuantizedWeight, w2: QuantizedWeight) -> di
     out = torch.empty_like(experts.x)
     tokens = experts.x[:TOKENS].nan_to_num().contiguous()
     data, scale = quantize_rows(tokens)
-    copy = torch.empty_like(tokens)
     return {
         "gemm1": lambda: gemm_up_fp8(x, w13, weight, tiles),
         "gemm1, inference": lambda: gemm_up_fp8(x, w13, weight, tiles, save=False),
@@ -215,7 +214,6 @@ def our_calls(experts: Experts, w13: QuantizedWeight, w2: QuantizedWeight) -> di
         ),
         "dgrad1": lambda: gemm_plain_fp8(dgu, w13.data_t, w13.scale_t, tiles, out=out),
         "quantize x": lambda: quantize_rows(tokens, data=data, scale=scale),
-        "quantize and copy": lambda: quantize_rows(tokens, data=data, scale=scale, copy=copy),
         "weights": lambda: (quantize_weights([experts.w1, experts.w3]), quantize_weights([experts.w2])),
     }
 

@@ -9,7 +9,7 @@ import sys
 import torch
 from gemm_cases import mend_interpreter
 
-from titan_megamoe.backends.hopper.fp8_expand import expand_fp8
+from titan_megamoe.backends.hopper.fp8_expand import expand_both, expand_fp8
 from titan_megamoe.backends.hopper.fp8_gemm import Fp8Rows
 from titan_megamoe.backends.hopper.fp8_quantize import quantize_rows, quantize_weights
 from titan_megamoe.precision import quantize_act_1x128, quantize_weight_128x128
@@ -66,17 +66,15 @@ def rows(device):
             x[5, 7] = -INF
             x[6, 0] = torch.finfo(torch.bfloat16).max
             x[7, :] = 1.9921875  # just below a power of two
-        copy = torch.zeros_like(x)
-        data, scale = quantize_rows(x.to(device), copy=copy.to(device))
+        data, scale = quantize_rows(x.to(device))
         wanted_data, wanted_scale = quantize_act_1x128(x)
         same(data, wanted_data, ("rows", tokens, hidden))
         same(scale, wanted_scale, ("row scales", tokens, hidden))
     x = values(4, 256).bfloat16().to(device)
-    copy = torch.zeros(6, 256, dtype=torch.bfloat16, device=device)
     data = torch.zeros(6, 256, dtype=torch.float8_e4m3fn, device=device)
     scale = torch.zeros(6, 2, device=device)
-    quantize_rows(x, data=data, scale=scale, copy=copy)
-    assert torch.equal(copy[:4], x) and not copy[4:].any()
+    quantize_rows(x, data=data, scale=scale)
+    assert data[:4].float().any()
     assert not data[4:].float().any() and not scale[4:].any()
 
 
@@ -112,12 +110,22 @@ def expansion(device, world):
     out.scale.fill_(-1)
     delta = torch.zeros(world, dtype=torch.int64)
     pool = expand_fp8(plan, quantized[0], remote, delta, from_peers=False, out=out)
+    received16 = x[-1][received].contiguous()
+    pool16 = torch.full((shape.pool_rows, hidden), 7.0, dtype=torch.bfloat16)
+    again = Fp8Rows.empty(1, shape.pool_rows, hidden, torch.device("cpu"))
+    again.data.view(torch.uint8).fill_(7)
+    again.scale.fill_(-1)
+    expand_both(plan, x[0], received16, delta, from_peers=False, out=pool16, out8=again)
+    same(again.data, pool.data, ("quantized on arrival", world))
+    same(again.scale, pool.scale, ("scales of those", world))
     used = 0
     for row, slot in enumerate(plan.row_slot.tolist()):
         if slot < 0:
             assert pool.data[0, row].view(torch.uint8).eq(7).all() and pool.scale[0, :, row].eq(-1).all()
+            assert pool16[row].eq(7).all()
             continue
         source, token = divmod(slot // top_k, shape.max_tokens)
+        assert torch.equal(pool16[row], x[source][token])
         same(pool.data[0, row], quantized[source][0][token], ("expanded", world, row))
         same(pool.scale[0, :, row], quantized[source][1][token], ("expanded scale", world, row))
         used += 1

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 import gemm_compile
 from gemm_compile import compile_launches
 
-from titan_megamoe.backends.hopper.fp8_expand import expand_fp8
+from titan_megamoe.backends.hopper.fp8_expand import expand_both, expand_fp8
 from titan_megamoe.backends.hopper.fp8_quantize import quantize_rows, quantize_weights
 from titan_megamoe.errors import ConfigError
 from titan_megamoe.routing import PlanShape, RoutingPlan
@@ -53,10 +53,10 @@ def test_kernels_spill_or_do_not_compile_for_hopper():
     delta = torch.zeros(2, dtype=torch.int64)
     for call in (
         lambda: quantize_rows(x),
-        lambda: quantize_rows(x, copy=torch.empty_like(x)),
         lambda: quantize_weights([w]),
         lambda: quantize_weights([w.float()]),
         lambda: expand_fp8(plan, rows, rows, delta, from_peers=True),
+        lambda: expand_both(plan, x, x, delta, from_peers=True),
     ):
         for kernel in compile_launches(call):
             assert kernel.spill_bytes == 0, kernel.name

@@ -7,10 +7,10 @@ Forward (`fp8`): tokens are quantized where they are, cross NVLink as e4m3 and s
 the pool; nothing but the plan and the pre-activations is saved. `fp8_bwd` has the forward of bf16 and keeps
 the tokens that it received.
 
-Backward: dy crosses as e4m3 for the data gradients and, where w2 needs a gradient, as bf16 too; x crosses
-once more in bf16 where w1 or w3 do (not in `fp8_bwd`). Both are fetched beside GEMMs. Every peer's buffer is
-read before this rank sends its partial sums, which is when the peer may write there again: the fetches and
-the combine follow each other on the side stream.
+Backward: dy crosses in bf16 where w2 needs a gradient and is quantized on arrival, else as e4m3; x crosses in
+bf16 once more where w1 or w3 do (not in `fp8_bwd`). The fp8 GEMMs take all registers of an SM, so what runs
+beside a GEMM runs beside the weight gradients: x arrives under dW2, the combine runs under dW1 and dW3. Every
+peer's buffer is read before this rank sends its partial sums, which is when the peer may write there again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from . import tuning
 from .backend import FusedBackend, _activation, _open, _prepare, _signature
 from .combine import combine
 from .expand import expand
-from .fp8_expand import expand_fp8
+from .fp8_expand import expand_both, expand_fp8
 from .fp8_gemm import Fp8Rows, gemm_down_backward_fp8, gemm_plain_fp8, gemm_up_fp8, why_no_kernels
 from .fp8_quantize import check_fp8_dims, quantize_rows
 from .fp8_weights import WeightCache
@@ -112,19 +112,20 @@ class Fp8FusedBackend(FusedBackend):
         x_from_peers = shared and need_w13 and config.precision == "fp8"
         if x_from_peers:
             publish(call.x, workspace.second, copy_x=True)
-        if need_data:
-            local = _quantize_to_share(dy, workspace, copy=needs.w2)
-        else:
+        if needs.w2:  # dW2 takes dy as it is, so that is what crosses
             publish(dy, workspace.x, copy_x=shared)
+        else:
+            local = _quantize_to_share(dy, workspace)
         _open(workspace, plan, call, signature, backward=True)
         dx = torch.empty_like(call.x) if needs.x else None
         dweights = torch.empty_like(call.topk_weights) if needs.topk_weights else None
-        dw1 = dw3 = dw2 = h = dgu16 = parts = rows = arrived = None
-        dy8 = _dispatch(plan, local, workspace) if need_data else None
-        # Allocated before the event: memory taken later may still be written by work queued after it.
-        dy_RH = dy.new_empty(shape.pool_rows, call.hidden) if needs.w2 else None
-        x_RH = dy.new_empty(shape.pool_rows, call.hidden) if need_w13 else None
-        started = now()
+        dw1 = dw3 = dw2 = h = dgu16 = parts = rows = dy8 = dy_RH = arrived = None
+        if not needs.w2:
+            dy8 = _dispatch(plan, local, workspace)
+        elif need_data:
+            dy_RH, dy8 = expand_both(plan, dy, workspace.x, workspace.delta, from_peers=shared)
+        else:
+            dy_RH = expand(plan, dy, workspace.x, workspace.delta, from_peers=shared)
         if dy8 is not None:
             w13, w2 = self.weights.get(call.w1, call.w3, call.w2)
             back = gemm_down_backward_fp8(
@@ -132,35 +133,44 @@ class Fp8FusedBackend(FusedBackend):
                 need_dw=needs.topk_weights, reserved_sms=reserved,
             )  # fmt: skip
             dgu16, h, parts = back.dgu16, back.h_RI, back.dw_parts
-        elif needs.w2:
+            del dy8
+            if needs.x:
+                rows = gemm_plain_fp8(
+                    back.dgu, w13.data_t, w13.scale_t, plan.tiles, reserved_sms=reserved
+                )  # fmt: skip
+            del back
+        else:
             h = _activation(gate_up, plan)
-        if dy_RH is not None or x_RH is not None:
-            with beside(started, dy.device) as arrived:
-                if dy_RH is not None:
-                    expand(plan, dy, workspace.x, workspace.delta, from_peers=shared, out=dy_RH)
-                if x_RH is not None:
-                    source = workspace.second if x_from_peers else recv
-                    expand(plan, call.x, source, workspace.delta, from_peers=x_from_peers, out=x_RH)
-        if needs.x:
-            rows = gemm_plain_fp8(back.dgu, w13.data_t, w13.scale_t, plan.tiles, reserved_sms=reserved)
+        # Allocated before the event: memory taken later may still be written by work queued after it.
+        x_RH = dy.new_empty(shape.pool_rows, call.hidden) if need_w13 else None
+        fetch_x = functools.partial(
+            expand, plan, call.x, workspace.second if x_from_peers else recv, workspace.delta,
+            from_peers=x_from_peers, out=x_RH,
+        )  # fmt: skip
+        if needs.w2:
+            assert dy_RH is not None and h is not None
+            started = now()
+            dw2 = wgrad_down(dy_RH, h, plan.tiles, dtype=call.w2.dtype, reserved_sms=reserved)
+            if x_RH is not None:
+                with beside(started, dy.device) as arrived:
+                    fetch_x()
+        elif x_RH is not None:
+            fetch_x()
         close = functools.partial(
             combine, plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=dx,
             dweight_parts=parts, dweight=dweights, block_tokens=tuning.current().combine_tokens,
         )  # fmt: skip
-        if arrived is None:
+        if x_RH is None:
             close()
         else:
+            assert dgu16 is not None
+            if arrived is not None:
+                arrived.wait()
             summed = now()
-            arrived.wait()
-            if dy_RH is not None:
-                assert h is not None
-                dw2 = wgrad_down(dy_RH, h, plan.tiles, dtype=call.w2.dtype, reserved_sms=reserved)
-            if x_RH is not None:
-                assert dgu16 is not None
-                dw1, dw3 = wgrad_up(
-                    dgu16, x_RH, plan.tiles, need_w1=needs.w1, need_w3=needs.w3, dtype=call.w1.dtype,
-                    reserved_sms=reserved,
-                )  # fmt: skip
+            dw1, dw3 = wgrad_up(
+                dgu16, x_RH, plan.tiles, need_w1=needs.w1, need_w3=needs.w3, dtype=call.w1.dtype,
+                reserved_sms=reserved,
+            )  # fmt: skip
             with beside(summed, dy.device) as closed:
                 close()
             closed.wait()
@@ -174,13 +184,11 @@ class Fp8FusedBackend(FusedBackend):
         return saved
 
 
-def _quantize_to_share(rows_TH: Tensor, workspace: Workspace, *, copy: bool = False) -> tuple[Tensor, Tensor]:
-    """This rank's rows quantized, where peers can read them; with `copy` workspace.x gets them in bf16."""
+def _quantize_to_share(rows_TH: Tensor, workspace: Workspace) -> tuple[Tensor, Tensor]:
+    """This rank's rows quantized, where peers can read them."""
     if workspace.geometry.world == 1:
         return quantize_rows(rows_TH)
-    data, scale = quantize_rows(
-        rows_TH, data=workspace.rows8, scale=workspace.scales, copy=workspace.x if copy else None
-    )
+    data, scale = quantize_rows(rows_TH, data=workspace.rows8, scale=workspace.scales)
     tokens = rows_TH.shape[0]
     return data[:tokens], scale[:tokens]
 

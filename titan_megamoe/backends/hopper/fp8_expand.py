@@ -1,10 +1,14 @@
-"""Expand quantized tokens into the pool: data and scales of a token to the row of every local slot.
+"""Expand tokens into the pool of e4m3 rows: data and scales of a token to the row of every local slot.
 
     pool[slot_row[token, k]] = data of the token,   pool_scale[:, slot_row[token, k]] = its scales
 
-A remote token crosses NVLink once, as H + 4·⌈H/128⌉ bytes, read from its owner's symmetric buffer by blocks
-that alternate with blocks of local tokens (see expand.py). The pool's scales are stored block-first,
-(⌈H/128⌉, P), so that the GEMMs load the scales of 128 rows as 512 contiguous bytes.
+expand_fp8        from tokens that their owners have quantized: H + 4·⌈H/128⌉ bytes of NVLink a token
+expand_both       from bf16 tokens, into a bf16 pool and, quantized here, an e4m3 one: for dy, which bf16
+                  weight gradients need as it is. The same bits as quantizing at the source.
+
+A remote token crosses NVLink once, read from its owner's symmetric buffer by blocks that alternate with
+blocks of local tokens (see expand.py). The pool's scales are stored block-first, (⌈H/128⌉, P), so that the
+GEMMs load the scales of 128 rows as 512 contiguous bytes.
 
 Blocks wait for nothing. Padding rows of the pool are left undefined.
 """
@@ -20,7 +24,7 @@ from ...precision.quantize import BLOCK
 from ...routing import RoutingPlan
 from .combine import _rows_of
 from .fp8_gemm import Fp8Rows
-from .fp8_quantize import check_fp8_dims
+from .fp8_quantize import check_fp8_dims, magnitude_bits, quantization_factor
 
 
 @triton.jit
@@ -65,6 +69,96 @@ def _expand_fp8_kernel(
             for k in tl.static_range(K):
                 target = pool_ptr + rows[k].to(tl.int64)[:, None] * WORDS + word[None, :]
                 tl.store(target, data, mask=mask & (rows[k] >= 0)[:, None])
+
+
+_BLOCK = tl.constexpr(BLOCK)
+
+
+@triton.jit
+def _expand_both_kernel(
+    local_ptr, remote_ptr, delta_ptr, pool_ptr, pool8_ptr, pool_scale_ptr, slot_row_ptr, recv_token_ptr,
+    recv_count_ptr, num_tokens, max_tokens, H, HB, pool_rows, local_blocks, remote_blocks,
+    RANK: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCKS: tl.constexpr,
+    FROM_PEERS: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    both = tl.minimum(local_blocks, remote_blocks)
+    paired = block < 2 * both
+    is_remote = tl.where(paired, block % 2 == 0, local_blocks < remote_blocks)
+    index = tl.where(paired, block // 2, block - both)
+    at = index * BLOCK_T + tl.arange(0, BLOCK_T)
+    live = at < tl.where(is_remote, tl.load(recv_count_ptr), num_tokens)
+    flat = tl.load(recv_token_ptr + at, mask=live & is_remote, other=0)
+    start = at.to(tl.int64) * H
+    if FROM_PEERS:
+        source = flat // max_tokens
+        away = tl.load(delta_ptr + source, mask=live & is_remote, other=0) // 2
+        away += (flat - source * max_tokens).to(tl.int64) * H
+        start = tl.where(is_remote, away, start)
+    start = tl.multiple_of(start, [8])
+    flat = tl.where(is_remote, flat, RANK * max_tokens + at)
+    base = tl.where(is_remote, remote_ptr, local_ptr)
+    if tl.max(live.to(tl.int32), axis=0) != 0:
+        rows = _rows_of(slot_row_ptr, flat * K, live, K)
+        for first in tl.range(0, HB, BLOCKS, num_stages=1):
+            col = first * _BLOCK + tl.arange(0, BLOCKS * _BLOCK)
+            mask = live[:, None] & (col < H)[None, :]
+            raw = tl.load(base + start[:, None] + col[None, :], mask=mask, other=0.0)
+            x = tl.reshape(raw.to(tl.float32), [BLOCK_T, BLOCKS, _BLOCK])
+            factor = quantization_factor(tl.max(magnitude_bits(x), axis=2))
+            data = tl.reshape((x * factor[:, :, None]).to(tl.float8e4nv), [BLOCK_T, BLOCKS * _BLOCK])
+            scale = tl.div_rn(1.0, factor)
+            b = first + tl.arange(0, BLOCKS)
+            mask_b = live[:, None] & (b < HB)[None, :]
+            for k in tl.static_range(K):
+                here = (rows[k] >= 0)[:, None]
+                target = rows[k].to(tl.int64)[:, None] * H + col[None, :]
+                tl.store(pool_ptr + target, raw, mask=mask & here)
+                tl.store(pool8_ptr + target, data, mask=mask & here)
+                at_scale = b[None, :].to(tl.int64) * pool_rows + rows[k][:, None]
+                tl.store(pool_scale_ptr + at_scale, scale, mask=mask_b & here)
+
+
+def expand_both(
+    plan: RoutingPlan,
+    local: Tensor,
+    remote: Tensor,
+    delta: Tensor,
+    *,
+    from_peers: bool,
+    out: Tensor | None = None,
+    out8: Fp8Rows | None = None,
+) -> tuple[Tensor, Fp8Rows]:
+    """The pool's rows in bf16 and quantized, from bf16 tokens, on the current stream.
+
+    Args:
+        plan: the call's plan.
+        local: (T, H) bf16, this rank's tokens.
+        remote: bf16 rows in receive order, or, with `from_peers`, this rank's symmetric buffer, whose likes
+            on the peers lie `delta` bytes away.
+        delta: (W,) int64, multiples of 16.
+        out, out8: the pools to write, (P, H) bf16 and (1, P, H) rows; new when None.
+
+    Raises:
+        ConfigError: H is not a multiple of 16.
+    """
+    shape = plan.shape
+    num_tokens, hidden = local.shape
+    check_fp8_dims(hidden, 16)
+    blocks = triton.cdiv(hidden, BLOCK)
+    pool = local.new_empty(shape.pool_rows, hidden) if out is None else out
+    pool8 = Fp8Rows.empty(1, shape.pool_rows, hidden, local.device) if out8 is None else out8
+    block_t = 2
+    local_blocks = triton.cdiv(num_tokens, block_t)
+    remote_blocks = triton.cdiv(shape.recv_rows, block_t)
+    if local_blocks + remote_blocks:
+        _expand_both_kernel[(local_blocks + remote_blocks,)](
+            local, remote, delta, pool, pool8.data, pool8.scale, plan.slot_row, plan.recv_token,
+            plan.recv_count, num_tokens, shape.max_tokens, hidden, blocks, shape.pool_rows, local_blocks,
+            remote_blocks, RANK=shape.rank, K=shape.top_k, BLOCK_T=block_t,
+            BLOCKS=min(triton.next_power_of_2(blocks), 16), FROM_PEERS=from_peers, num_warps=4,
+        )  # fmt: skip
+    return pool, pool8
 
 
 def expand_fp8(

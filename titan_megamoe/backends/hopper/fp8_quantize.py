@@ -67,8 +67,7 @@ def magnitude_bits(x):
 
 @triton.jit
 def _quantize_rows_kernel(
-    x_ptr, data_ptr, scale_ptr, copy_ptr, T, H, HB,
-    BLOCK_T: tl.constexpr, COPY: tl.constexpr,
+    x_ptr, data_ptr, scale_ptr, T, H, HB, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     block = tl.program_id(1) * _COLUMN_BLOCKS + tl.arange(0, _COLUMN_BLOCKS)
@@ -76,8 +75,6 @@ def _quantize_rows_kernel(
     at = token[:, None].to(tl.int64) * H + col[None, :]
     mask = (token < T)[:, None] & (col < H)[None, :]
     raw = tl.load(x_ptr + at, mask=mask, other=0.0)
-    if COPY:
-        tl.store(copy_ptr + at, raw, mask=mask)
     x = tl.reshape(raw.to(tl.float32), [BLOCK_T, _COLUMN_BLOCKS, _BLOCK])
     factor = quantization_factor(tl.max(magnitude_bits(x), axis=2))
     data = (x * factor[:, :, None]).to(tl.float8e4nv)
@@ -126,7 +123,6 @@ def quantize_rows(
     *,
     data: Tensor | None = None,
     scale: Tensor | None = None,
-    copy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Each row's blocks of 128 columns as e4m3, as `precision.quantize_act_1x128` does it.
 
@@ -134,7 +130,6 @@ def quantize_rows(
         x_TH: (T, H) bf16, contiguous.
         data: at least (T, H) e4m3 to write, such as a part of the symmetric workspace; new when None.
         scale: at least (T, ⌈H/128⌉) fp32 to write, reciprocal scales; new when None.
-        copy: at least (T, H) bf16 that gets x too, from the same read; or None.
 
     Returns:
         (data, scale) as passed or made.
@@ -153,16 +148,13 @@ def quantize_rows(
     for name, target, width, dtype in (
         ("data", data, hidden, torch.float8_e4m3fn),
         ("scale", scale, blocks, torch.float32),
-        ("copy", copy, hidden, torch.bfloat16),
     ):
-        if target is not None:
-            check_matrix(name, target, (max(tokens, target.shape[0]), width), dtype)
+        check_matrix(name, target, (max(tokens, target.shape[0]), width), dtype)
     if tokens:
         block_t = 4
         grid = (triton.cdiv(tokens, block_t), triton.cdiv(blocks, _COLUMN_BLOCKS.value))
         _quantize_rows_kernel[grid](
-            x_TH, data, scale, x_TH if copy is None else copy, tokens, hidden, blocks,
-            BLOCK_T=block_t, COPY=copy is not None, num_warps=4,
+            x_TH, data, scale, tokens, hidden, blocks, BLOCK_T=block_t, num_warps=4,
         )  # fmt: skip
     return data, scale
 
