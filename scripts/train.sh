@@ -8,4 +8,4 @@ shift
 . "$(dirname "$0")/env.sh"
 . "$(dirname "$0")/launch.sh"
 exec torchrun --standalone --nproc-per-node "$processes" --role rank --tee 3 --local-ranks-filter 0 \
-    -m titan_megamoe.torchtitan.train --job.config_file "$job" "${data[@]}" "$@"
+    -m titan_megamoe.torchtitan "$job" "${data[@]}" "$@"

@@ -12,4 +12,4 @@ shift
 . "$(dirname "$0")/launch.sh"
 exec torchrun --nnodes "$NNODES" --nproc-per-node "$processes" --role rank --tee 3 --local-ranks-filter 0 \
     --rdzv-backend c10d --rdzv-endpoint "$HEAD" --rdzv-id "${RUN_ID:-titan_megamoe}" \
-    -m titan_megamoe.torchtitan.train --job.config_file "$job" "${data[@]}" "$@"
+    -m titan_megamoe.torchtitan "$job" "${data[@]}" "$@"

@@ -125,3 +125,49 @@ def test_half_of_a_data_set_is_taken(environment: dict[str, str]) -> None:
     )
     assert said.returncode != 0
     assert "set TOKENIZER beside DATASET" in said.stderr
+
+
+@pytest.mark.parametrize("script", ["train.sbatch", "compare.sbatch"])
+def test_slurm_s_nodes_get_other_arguments(tmp_path: Path, environment: dict[str, str], script: str) -> None:
+    """With stand-ins for scontrol and for srun, which starts the command once, as node 1 of 2."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "scontrol").write_text("#!/bin/sh\nprintf 'first\\nsecond\\n'\n")
+    (tools / "torchrun").write_text('#!/bin/sh\necho torchrun "$@"\n')
+    (tools / "srun").write_text('#!/bin/sh\n[ "$1" = --kill-on-bad-exit=1 ] && shift\nexec "$@"\n')
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    activate = Path(environment["VENV"]) / "bin/activate"
+    activate.write_text(f'{activate.read_text()}PATH="{tools}:$PATH"\n')
+    slurm = {
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_ID": "70123",
+        "SLURM_NNODES": "2",
+        "SLURM_NODEID": "1",
+        "SLURM_JOB_NODELIST": "x[1-2]",
+        "TOKENIZER": "/tokenizer",
+        "DATASET": "/data",
+        "NPROC": "8",
+    }
+    given = (
+        ["job.toml", "--training.steps=7"] if script == "train.sbatch" else ["no_such.toml", "--steps", "9"]
+    )
+    said = subprocess.run(
+        ["bash", str(ROOT / "scripts" / script), *given],
+        env=environment | slurm,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if script == "train.sbatch":
+        assert said.returncode == 0, said.stderr
+        for words in (
+            "--nnodes 2 --nproc-per-node 8",
+            "--rdzv-endpoint first:29623 --rdzv-id 70123",
+            "-m titan_megamoe.torchtitan job.toml --model.hf_assets_path=/tokenizer",
+            "--training.dataset_path=/data --training.steps=7",
+        ):
+            assert words in said.stdout
+    else:
+        assert said.returncode == 2
+        assert "no_such.toml: neither a job file nor a folder" in said.stderr, said.stderr
