@@ -9,7 +9,7 @@ from ..perf_model.rates import CLOCKS_SOURCE
 from ..perf_model.step import COPY_SHARE, SM_SHARE, predict
 from ..torchtitan import jobs
 from .jobfile import FULL_MODELS, read_job
-from .tables import markdown
+from .tables import markdown, step_table
 
 Rows = list[dict[str, Any]]
 
@@ -84,6 +84,23 @@ def _best_steps(rows: Rows, model: str) -> dict[str, dict[str, Any]]:
         if r["run"] == run and r["precision"] == "bf16":
             best[r["impl"]] = min(best.get(r["impl"], r), r, key=lambda x: x["step_s_mean"])
     return best
+
+
+def latest_steps(rows: Rows, model: str) -> str:
+    """The step table of the newest run that has ours; words where there is none."""
+    ours = [
+        r
+        for r in rows
+        if (r["kind"], r["source"], r["model"], r["impl"]) == ("step", "measured", model, "mega_moe")
+    ]
+    if not ours:
+        folder = check.CLUSTERS[model].parent.name
+        return (
+            f"*No training step of the fused kernels at {model}'s width was measured yet: "
+            f"`scripts/compare.sh train_configs/{folder}/2gpu` does it.*"
+        )
+    newest = max(enumerate(ours), key=lambda item: (item[1]["date"], item[0]))[1]["run"]
+    return step_table([r for r in rows if r.get("run") == newest and r["model"] == model])
 
 
 def residuals(rows: Rows) -> str:

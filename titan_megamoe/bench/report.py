@@ -9,8 +9,9 @@ A block is written as
     ...
     <!-- /results -->
 
-with a kind and what it is about: a file, `all` for every file under docs/benchmarks, or a plot's name. Plots
-are PNGs in docs/report, each with a digest of what it shows, so that --check needs no pixels.
+with a kind and what it is about: a file, `all` for every file under docs/benchmarks, a model (`steps`: its
+newest run) or a plot's name. Plots are PNGs in docs/report, each with a digest of what it shows, so that
+--check needs no pixels.
 """
 
 from __future__ import annotations
@@ -71,16 +72,18 @@ def run(args: argparse.Namespace) -> int:
 def render(text: str, root: Path) -> str:
     """`text` with every block made anew from its file under `root`."""
 
+    known = ", ".join([*_TABLES, "steps", "plot"])
+
     def block(match: re.Match[str]) -> str:
         kind, about = match["kind"], match["file"]
         if kind == "plot":
             made = plots.text(about, _all(root), PLOTS.name)
+        elif kind == "steps":
+            made = overview.latest_steps(_all(root), about)
         elif kind in _TABLES:
             made = _TABLES[kind](_all(root) if about == "all" else records.read(root / about))
         else:
-            raise ConfigError(
-                f"a results block asks for {kind!r}; there are {', '.join([*_TABLES, 'plot'])}."
-            )
+            raise ConfigError(f"a results block asks for {kind!r}; there are {known}.")
         return f"{match['open']}{made}\n{match['close']}"
 
     return _BLOCK.sub(block, text)
