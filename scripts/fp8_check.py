@@ -1,26 +1,29 @@
 """Check the fp8 kernels on one Hopper GPU, then time them beside deep_gemm.
 
-    python scripts/fp8_check.py [--models 30b 235b] [--skip-times] [--out fp8.json]
+    python scripts/fp8_check.py [--models 30b 235b] [--skip-times] [--ablate] [--out fp8.json]
 
 First what must be right, and nothing is timed if it is not: the quantizers bit for bit, every kernel against
 the emulated recipe on small shapes with tails and on full ones, NaN and Inf, two runs to the bit. Then times:
 64 local experts, rows as uniform routing of 2 × 16384 tokens to 8 of 128 experts gives them, medians of
 events, all candidates in turn. TFLOP/s counts real rows. `predicted` is docs/design_fp8.md's.
+--ablate also times kernels that leave out a part (wrong results, for the breakdown of their time).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from titan_megamoe.backends.hopper import fp8_gemm
 from titan_megamoe.backends.hopper.fp8_gemm import (
     Fp8Rows,
     gemm_down_backward_fp8,
@@ -122,11 +125,11 @@ def equal_chains(experts: Experts, a: Chain, b: Chain) -> bool:
 
 
 def check_chain(title: str, experts: Experts, only: list[int] | None = None) -> bool:
-    run = lambda: run_chain(experts, quantize_rows=gpu_rows, quantize_weights=quantize_weights)  # noqa: E731
-    first, second = run(), run()
+    quantizers: dict[str, Any] = dict(quantize_rows=gpu_rows, quantize_weights=quantize_weights)
+    first, second, four = (run_chain(experts, stages=stages, **quantizers) for stages in (3, 3, 4))
     torch.cuda.synchronize()
     errors = chain_errors(experts, first, only)
-    repeatable = equal_chains(experts, first, second)
+    repeatable = equal_chains(experts, first, second) and equal_chains(experts, first, four)
     right = repeatable and all(e <= LIMIT for e in errors.values())
     listed = "  ".join(f"{name} {error:.1e}" for name, error in errors.items())
     say(f"{title:<17} {'ok   ' if right else 'WRONG'} {'' if repeatable else 'NOT REPEATABLE '}{listed}")
@@ -206,6 +209,10 @@ def our_calls(experts: Experts, w13: QuantizedWeight, w2: QuantizedWeight) -> di
     data, scale = quantize_rows(tokens)
     return {
         "gemm1": lambda: gemm_up_fp8(x, w13, weight, tiles),
+        "gemm1, 4 stages": lambda: gemm_up_fp8(x, w13, weight, tiles, stages=4),
+        "gemm2, 4 stages": lambda: gemm_plain_fp8(h, w2.data, w2.scale, tiles, out=out, stages=4),
+        "dgrad2, 4 stages": lambda: gemm_down_backward_fp8(dy, w2, gate_up, weight, tiles, stages=4),
+        "dgrad1, 4 stages": lambda: gemm_plain_fp8(dgu, w13.data_t, w13.scale_t, tiles, out=out, stages=4),
         "gemm1, inference": lambda: gemm_up_fp8(x, w13, weight, tiles, save=False),
         "gemm2": lambda: gemm_plain_fp8(h, w2.data, w2.scale, tiles, out=out),
         "dgrad2": lambda: gemm_down_backward_fp8(dy, w2, gate_up, weight, tiles),
@@ -216,6 +223,65 @@ def our_calls(experts: Experts, w13: QuantizedWeight, w2: QuantizedWeight) -> di
         "quantize x": lambda: quantize_rows(tokens, data=data, scale=scale),
         "weights": lambda: (quantize_weights([experts.w1, experts.w3]), quantize_weights([experts.w2])),
     }
+
+
+ABLATIONS: dict[str, list[tuple[str, str]]] = {
+    "no promotion": [
+        ("promote(sums.left, product, upper * left, lower * left);", "sums.left[0] += product[0];"),
+        ("promote(sums.right, product, upper * right, lower * right);", "sums.right[0] += product[0];"),
+    ],
+    "no epilogue": [
+        (
+            "accumulate(p, s, tile, at, sums);",
+            "accumulate(p, s, tile, at, sums); float all = 0.f;\n#pragma unroll\n"
+            "for (int i = 0; i < 64; ++i) all += sums.left[i] + sums.right[i];\n"
+            "if (all != 1.25e30f) continue;",
+        )
+    ],
+    "b not loaded": [
+        ("load_box(to + MATRIX_BYTES, b, full, block * BLOCK, tile.column, layer);", ""),
+        (
+            "load_box(to + 2 * MATRIX_BYTES, b, full, block * BLOCK, tile.column + p.right_column,\n"
+            "                         layer + p.right_layer);",
+            "",
+        ),
+        (
+            "barrier_expect(full, STAGE_BYTES + SCALES_BYTES);",
+            "barrier_expect(full, MATRIX_BYTES + SCALES_BYTES);",
+        ),
+    ],
+}  # fmt: skip
+"""Replacements in a kernel's source; each keeps the ring's protocol."""
+
+
+@contextlib.contextmanager
+def source_with(changes: list[tuple[str, str]]) -> Iterator[None]:
+    """Kernels launched inside are compiled from changed text."""
+    original = fp8_gemm.cuda_source
+
+    def changed(name: str) -> str:
+        text = original(name)
+        for before, after in changes:
+            assert text.count(before) == 1, before
+            text = text.replace(before, after)
+        return text
+
+    fp8_gemm.cuda_source = changed  # type: ignore[assignment]
+    fp8_gemm._loaded.cache_clear()
+    try:
+        yield
+    finally:
+        fp8_gemm.cuda_source = original
+        fp8_gemm._loaded.cache_clear()
+
+
+def ablation_times(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {}
+    for what, changes in ABLATIONS.items():
+        with source_with(changes):
+            some = {f"{name}, {what}": calls[name] for name in ("gemm1", "gemm2", "dgrad1")}
+            times |= times_of(some)
+    return times
 
 
 def times_of(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
@@ -255,6 +321,7 @@ def main() -> int:
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--skip-times", action="store_true")
+    parser.add_argument("--ablate", action="store_true")
     parser.add_argument("--out", help="JSON file for the results")
     options = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
@@ -285,14 +352,17 @@ def main() -> int:
         experts.x.nan_to_num_()
         experts.dy.nan_to_num_()
         w13, w2 = quantize_weights([experts.w1, experts.w3]), quantize_weights([experts.w2])
-        calls = our_calls(experts, w13, w2) | deep_gemm_calls(experts, w13, w2)
-        for name, values in times_of(calls).items():
+        ours = our_calls(experts, w13, w2)
+        times = times_of(ours | deep_gemm_calls(experts, w13, w2))
+        if options.ablate:
+            times |= ablation_times(ours)
+        for name, values in times.items():
             ms = statistics.median(values)
             rows.append(
                 {"model": model, "what": name, "ms_median": ms, "ms_min": min(values), "n": len(values),
                  "tflops": tflops(name, experts, ms), "predicted_ms": PREDICTED[model].get(name)}
             )  # fmt: skip
-        del calls, experts, w13, w2
+        del ours, experts, w13, w2
         torch.cuda.empty_cache()
     if options.out:
         with open(options.out, "w") as file:

@@ -24,6 +24,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     [
         ("fp8_plain", ()),
         ("fp8_up", ("SAVE",)),
+        ("fp8_up", ("FOUR_STAGES", "SAVE")),
         ("fp8_down_backward", ("WRITE_GRADS", "WRITE_H")),
     ],
 )
@@ -43,5 +44,6 @@ def test_kernel_spills_serialises_or_misses_the_tensor_cores(name, defines, tmp_
 
 def test_host_and_kernel_disagree_on_the_launch():
     text = fp8_gemm.cuda_source("fp8_plain")
-    assert f"static_assert(SHARED_BYTES == {fp8_gemm.SHARED_BYTES}" in text
+    three, four = fp8_gemm.SHARED_BYTES[3], fp8_gemm.SHARED_BYTES[4]
+    assert f"static_assert(SHARED_BYTES == (STAGES == 3 ? {three} : {four})" in text
     assert f"static_assert(THREADS == {fp8_gemm.THREADS}" in text

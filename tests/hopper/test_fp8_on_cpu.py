@@ -51,6 +51,14 @@ def test_tails_swizzles_or_scales_are_wrong(hidden, intermediate, counts):
     assert all(error <= LIMIT / 4 for error in errors.values()), errors
 
 
+def test_four_stages_give_other_bits():
+    experts = make_experts(272, 400, [33])
+    three, four = run_chain(experts), run_chain(experts, stages=4)
+    for span in experts.spans():
+        assert torch.equal(three.o[span], four.o[span]) and torch.equal(three.dx[span], four.dx[span])
+        assert three.h16 is not None and four.h16 is not None and torch.equal(three.h16[span], four.h16[span])
+
+
 def test_frozen_parameters_change_other_gradients():
     experts = make_experts(144, 208, [5, 60])
     full = run_chain(experts)

@@ -69,8 +69,10 @@ def run_on_cpu(monkeypatch: Any, folder: Path) -> None:
     """From here on the callers in fp8_gemm.py launch kernels on the CPU."""
 
     @functools.cache
-    def kernel(name: str, kinds: tuple[str, ...], device: Any, defines: tuple[str, ...] = ()) -> CpuKernel:
-        return CpuKernel(build(folder, name, defines), name, kinds)
+    def kernel(
+        name: str, kinds: tuple[str, ...], device: Any, stages: int, defines: tuple[str, ...] = ()
+    ) -> CpuKernel:
+        return CpuKernel(build(folder, name, fp8_gemm._STAGES[stages] + defines), name, kinds)
 
     monkeypatch.setattr(fp8_gemm, "_kernel", kernel)
     monkeypatch.setattr(fp8_gemm, "tensor_map", CpuMap)

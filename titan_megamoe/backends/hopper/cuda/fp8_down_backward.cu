@@ -9,8 +9,8 @@
 // A tile is 128 rows × 256 columns of I. After its sums come four more stages of the ring, each with g and u of
 // 64 columns (128 bytes a row). bf16 results take the place of what they were computed from, and are stored from
 // there; such a stage is released when the copy engine has read it, one stage later, so that a warp seldom waits.
-// Released late is still released before the warp waits for the stage after the next, and the ring has three:
-// the producer can always fill the stage that a warp waits for.
+// Released late is still released before the warp waits for the stage after the next, and the ring has at least
+// three: the producer can always fill the stage that a warp waits for.
 
 constexpr int QUARTERS = 4;
 constexpr u32 QUARTER_BYTES = 2 * MATRIX_BYTES;
@@ -100,6 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_down_backward(
         const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         const int column_tiles = p.column_tiles();
         const int total = __ldg(num_tiles) * column_tiles;
+        Pieces pieces{s.staging(warp)};
         const u64 scale_block = pool_rows, scale_matrix = u64(p.column_blocks()) * pool_rows;
         Position at;
         for (int index = blockIdx.x; index < total; index += gridDim.x) {
@@ -108,7 +109,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_down_backward(
             Backward state{__ldg(weight + row + lane / 4), __ldg(weight + row + lane / 4 + 8), 0.f, 0.f};
             Sums sums;
             accumulate(p, s, tile, at, sums);
-            reclaim_staging();
             u32 unreleased = STAGES;  // the stage whose results the copy engine may still be reading
 
             // After the sums: a stage's bf16 results leave, and the stage before goes back to the producer.
@@ -150,16 +150,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_down_backward(
                 swiglu_backward<1>(half, du, state, s.stage(at.stage), warp, most);
                 finish(column + 64);
                 if (column >= columns) return;
-                const u32 piece = s.staging(warp) + 2 * block * PIECE_BYTES;
                 float* scales = scale_dgu + (column / BLOCK) * scale_block + row;
+                u32 piece = pieces.take();
                 quantize(half, most[0], most[1], piece, scales);
-                quantize(du, most[2], most[3], piece + PIECE_BYTES, scales + scale_matrix);
-                hand_to_copy_engine();
-                if (lane == 0) {
-                    store_box(dgu, piece, column, row, 0);
-                    store_box(dgu, piece + PIECE_BYTES, column, row, 1);
-                    store_commit();
-                }
+                send(dgu, piece, true, column, row, 0);
+                piece = pieces.take();
+                quantize(du, most[2], most[3], piece, scales + scale_matrix);
+                send(dgu, piece, true, column, row, 1);
             };
             half_tile(sums.left, 0);
             half_tile(sums.right, 1);

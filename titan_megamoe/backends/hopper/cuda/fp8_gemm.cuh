@@ -23,7 +23,12 @@
 
 constexpr int ROWS = 128;
 constexpr int BLOCK = 128;  // columns of one scale block; K of a stage in bytes
-constexpr int STAGES = 3;
+// Two ways to spend shared memory: a deeper ring, or room for all results of a tile.
+#ifdef FOUR_STAGES
+constexpr int STAGES = 4, PIECES = 2;
+#else
+constexpr int STAGES = 3, PIECES = 5;
+#endif
 constexpr int WARPS = 8;  // that multiply
 constexpr int WARP_ROWS = 16;
 constexpr int MATH_THREADS = 32 * WARPS;
@@ -33,7 +38,7 @@ constexpr u32 MATRIX_BYTES = ROWS * BLOCK;  // 128 rows of 128 bytes
 constexpr u32 STAGE_BYTES = 3 * MATRIX_BYTES;
 constexpr u32 SCALES_BYTES = ROWS * 4;
 constexpr u32 PIECE_BYTES = WARP_ROWS * 128;  // what one store_box takes: 16 rows of 128 bytes
-constexpr u32 WARP_STAGING = 5 * PIECE_BYTES;
+constexpr u32 WARP_STAGING = PIECES * PIECE_BYTES;
 
 constexpr u32 STAGING_AT = STAGES * STAGE_BYTES;
 constexpr u32 SCALES_AT = STAGING_AT + WARPS * WARP_STAGING;
@@ -41,7 +46,7 @@ constexpr u32 FULL_AT = SCALES_AT + STAGES * SCALES_BYTES;
 constexpr u32 EMPTY_AT = FULL_AT + STAGES * 8;
 constexpr u32 SHARED_BYTES = EMPTY_AT + STAGES * 8;
 static_assert(SHARED_BYTES <= 227 * 1024, "more shared memory than a block can have");
-static_assert(SHARED_BYTES == 230960, "fp8_gemm.py gives every block so much");
+static_assert(SHARED_BYTES == (STAGES == 3 ? 230960 : 231488), "fp8_gemm.py gives every block so much");
 static_assert(THREADS == 384, "fp8_gemm.py launches so many");
 
 constexpr u32 MATH_REGISTERS = 232;
@@ -276,10 +281,39 @@ DEVICE void hand_to_copy_engine() {
     __syncwarp();
 }
 
-// The warp's staging may be written again: the copy engine has read what was there.
-DEVICE void reclaim_staging() {
-    if (threadIdx.x % 32 == 0) store_wait_read<0>();
-    __syncwarp();
+// A warp's ring of pieces, from which results leave. Every store from one is a bulk group of its own, so that the
+// piece used PIECES stores ago may be written again when all but the newest PIECES - 1 groups have been read.
+struct Pieces {
+    u32 base, next = 0;
+
+    // The next piece, free to be written by the whole warp.
+    DEVICE u32 take() {
+        if (threadIdx.x % 32 == 0) store_wait_read<PIECES - 1>();
+        __syncwarp();
+        const u32 piece = base + next * PIECE_BYTES;
+        next = next == PIECES - 1 ? 0 : next + 1;
+        return piece;
+    }
+};
+
+// What the warp wrote to a piece leaves for a box of `map`, if it begins inside.
+DEVICE void send(const TensorMap& map, u32 piece, bool inside, int x, int y, int z) {
+    hand_to_copy_engine();
+    if (threadIdx.x % 32 == 0) {
+        if (inside) store_box(map, piece, x, y, z);
+        store_commit();
+    }
+}
+
+// 128 columns of values, from column x on, as bf16 to two boxes of `map`.
+DEVICE void send_bf16(const TensorMap& map, const float (&values)[64], Pieces& pieces, int columns, int x, int y,
+                      int z) {
+    u32 piece = pieces.take();
+    stage_bf16<0>(values, piece);
+    send(map, piece, x < columns, x, y, z);
+    piece = pieces.take();
+    stage_bf16<1>(values, piece);
+    send(map, piece, x + 64 < columns, x + 64, y, z);
 }
 
 // sigmoid(g) = 1 / (1 + 2^(-g·log2 e)); both steps within 2 ulp.

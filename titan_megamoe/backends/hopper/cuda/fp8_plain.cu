@@ -2,8 +2,7 @@
 //
 //     out[r, n] = bf16(acc[r, n])          (P, N), see fp8_gemm.cuh for acc and the roles
 //
-// Epilogue: every warp rounds its 16 rows × 256 columns into its staging and stores them in four boxes; it waits
-// for the copy engine only before it writes there again, a tile later.
+// Epilogue: every warp rounds its 16 rows × 256 columns and sends them in four boxes.
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_plain(
     const __grid_constant__ TensorMap a,    // (segments, P, K) e4m3, box (1, 128, 128)
@@ -21,8 +20,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_plain(
     } else {
         registers_up<MATH_REGISTERS>();
         const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        const bool first_lane = threadIdx.x % 32 == 0;
-        const u32 staging = s.staging(warp);
+        Pieces pieces{s.staging(warp)};
         const int column_tiles = p.column_tiles();
         const int total = __ldg(num_tiles) * column_tiles;
         Position at;
@@ -30,22 +28,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_plain(
             const Tile tile(p, index, column_tiles);
             Sums sums;
             accumulate(p, s, tile, at, sums);
-            reclaim_staging();
-            stage_bf16<0>(sums.left, staging);
-            stage_bf16<1>(sums.left, staging + PIECE_BYTES);
-            stage_bf16<0>(sums.right, staging + 2 * PIECE_BYTES);
-            stage_bf16<1>(sums.right, staging + 3 * PIECE_BYTES);
-            hand_to_copy_engine();
-            if (first_lane) {
-                const int row = tile.row + warp * WARP_ROWS;
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    if (tile.column + 64 * i < columns)
-                        store_box(out, staging + i * PIECE_BYTES, tile.column + 64 * i, row, 0);
-                }
-                store_commit();
-            }
+            const int row = tile.row + warp * WARP_ROWS;
+            send_bf16(out, sums.left, pieces, columns, tile.column, row, 0);
+            send_bf16(out, sums.right, pieces, columns, tile.column + BLOCK, row, 0);
         }
-        if (first_lane) store_wait_all();
+        if (threadIdx.x % 32 == 0) store_wait_all();
     }
 }

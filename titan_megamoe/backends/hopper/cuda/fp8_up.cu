@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_up(
         registers_up<MATH_REGISTERS>();
         const u32 lane = threadIdx.x % 32;
         const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        const u32 staging = s.staging(warp);
+        Pieces pieces{s.staging(warp)};
         const int column_tiles = p.column_tiles();
         const int total = __ldg(num_tiles) * column_tiles;
         Position at;
@@ -40,21 +40,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_up(
             const float lower_weight = __ldg(weight + row + lane / 4 + 8);
             Sums sums;
             accumulate(p, s, tile, at, sums);
-            reclaim_staging();
 #ifdef SAVE
-            stage_bf16<0>(sums.left, staging + PIECE_BYTES);
-            stage_bf16<1>(sums.left, staging + 2 * PIECE_BYTES);
-            stage_bf16<0>(sums.right, staging + 3 * PIECE_BYTES);
-            stage_bf16<1>(sums.right, staging + 4 * PIECE_BYTES);
-            hand_to_copy_engine();
-            if (lane == 0) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int column = tile.column + i % 2 * 64;
-                    if (column < columns) store_box(gate_up, staging + (1 + i) * PIECE_BYTES, column, row, i / 2);
-                }
-                store_commit();
-            }
+            send_bf16(gate_up, sums.left, pieces, columns, tile.column, row, 0);
 #endif
             float upper_max = 0.f, lower_max = 0.f;
 #pragma unroll
@@ -65,12 +52,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_up(
                 float& most = i % 4 < 2 ? upper_max : lower_max;
                 most = max_or_nan(most, fabsf(value));
             }
-            quantize(sums.left, upper_max, lower_max, staging, scale_h + u64(tile.column / BLOCK) * pool_rows + row);
-            hand_to_copy_engine();
-            if (lane == 0) {
-                store_box(h, staging, tile.column, row, 0);
-                store_commit();
-            }
+#ifdef SAVE
+            send_bf16(gate_up, sums.right, pieces, columns, tile.column, row, 1);
+#endif
+            const u32 piece = pieces.take();
+            quantize(sums.left, upper_max, lower_max, piece, scale_h + u64(tile.column / BLOCK) * pool_rows + row);
+            send(h, piece, true, tile.column, row, 0);
         }
         if (lane == 0) store_wait_all();
     }
