@@ -23,6 +23,8 @@ from torch import Tensor
 from .backends.hopper.tiles import BLOCK_M, PoolTiles, max_tiles, pool_rows
 
 _ALIGN = 4  # int32 words: every table starts on 16 bytes
+WINDOW_UNIT = 64
+"""Tokens of which a pass takes a multiple: whole chunks of every kernel."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,22 @@ class PlanShape:
     @property
     def num_experts(self) -> int:
         return self.world * self.num_local_experts
+
+    @property
+    def window_tokens(self) -> int:
+        """Tokens of each rank in one of several passes: as many as never make more than R_max rows.
+
+        T_max where all tokens fit at once; 0 where R_max is too small for WINDOW_UNIT tokens of each rank.
+        """
+        if self.world * self.max_tokens * self.top_k <= self.max_routed_rows:
+            return self.max_tokens
+        return self.max_routed_rows // (self.world * self.top_k * WINDOW_UNIT) * WINDOW_UNIT
+
+    @property
+    def passes(self) -> int:
+        """Passes in which any routing can be computed; 1 also where R_max is too small for passes."""
+        window = self.window_tokens
+        return -(-self.max_tokens // window) if window else 1
 
     def tables(self) -> dict[str, int]:
         """Length of each table in 4-byte words, in the order of memory."""
@@ -89,7 +107,8 @@ class RoutingPlan:
         counts: (e,) rows of each expert.
         num_tiles: (1,) tiles of BLOCK_M rows in use.
         recv_count: (1,) tokens received from peers.
-        ok: (1,) 1, or 0 when the call was given up: then all counts are 0.
+        ok: (1,) 0 when the call was given up, then all counts are 0; 1 when all tokens are in one pass; 2
+            when every pass has its window of tokens.
         call: (1,) number of the forward call, the same on all ranks.
         tokens: (W,) T of each rank.
         tile_expert: (max_tiles,) expert of each tile.

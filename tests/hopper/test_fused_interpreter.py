@@ -92,7 +92,9 @@ COMBINE = """
     y.fill_(7.0)
     for wave, columns in enumerate([(0, 32), (32, 48), (48, H)]):
         at_once = (2, 1, 4)[wave]
-        combine(plan, workspace, ids, 2, 1.0, rows=rows, out=y, columns=columns, wave=wave, block_tokens=at_once)
+        combine(
+            plan, workspace, ids, 2, 1.0, rows=rows, out=y, columns=columns, wave=wave, block_tokens=at_once,
+        )
         assert torch.equal(y[:, : columns[1]], whole[:, : columns[1]]) and y[:, columns[1] :].eq(7.0).all()
     plan.ok.zero_()
     run()
@@ -105,6 +107,45 @@ EXPAND = """
     valid = plan.row_slot >= 0
     assert torch.equal(pool[valid], x[plan.row_source[valid].long()])
     assert pool[~valid].eq(0).all()
+"""
+
+PASSES = """
+    break
+from titan_megamoe import MegaMoEConfig
+from titan_megamoe.backends.base import MoECall, Needs
+from titan_megamoe.backends.hopper.passes import backward_in_passes, forward_in_passes
+from titan_megamoe.routing import RoutingPlan
+from titan_megamoe.testing.oracle import compare, moe_oracle
+
+T, K, e, H, I = 150, 2, 3, 72, 88
+for bound, dropped, mode in ((130, False, 2), (260, False, 2), (260, True, 1)):
+    torch.manual_seed(1)
+    ids = torch.randint(0, e, (T, K))
+    if dropped:
+        ids[ids == 1] = -1  # few enough rows for one pass, and an expert without any
+    x, dy = torch.randn(T, H).bfloat16(), torch.randn(T, H).bfloat16()
+    weights = torch.rand(T, K)
+    w1, w3 = ((torch.randn(e, I, H) * H**-0.5).bfloat16() for _ in range(2))
+    w2 = (torch.randn(e, H, I) * I**-0.5).bfloat16()
+    shape = PlanShape(1, 0, K, e, T, bound)
+    assert shape.passes == (3 if bound == 130 else 2)
+    config = MegaMoEConfig(max_tokens_per_rank=T, max_routed_rows=bound)
+    call = MoECall(x, ids, weights, w1, w3, w2, None, config, Needs(*(True,) * 5))
+    state = torch.zeros(64, dtype=torch.int32)
+    workspace = SimpleNamespace(
+        x=x, ids=torch.zeros(T, K, dtype=torch.int32), weights=torch.zeros(T, K), state=state,
+        delta=torch.zeros(1, dtype=torch.int64), progress=state[32:], mail=state, flags=state, partial=x,
+        report=torch.zeros(8, dtype=torch.int32), dweight=weights, leave=lambda: None,
+    )
+    y, saved = forward_in_passes(call, workspace, shape, 2, True)
+    assert RoutingPlan.over(saved[0][: shape.words], shape).ok == mode
+    grads = backward_in_passes(call, workspace, shape, 3, saved, dy)
+    got = dict(zip(("dx", "dweights", "dw1", "dw3", "dw2"), grads))
+    errors = compare({"y": y, **got}, moe_oracle(x, ids, weights, w1, w3, w2, dy))
+    assert max(errors.values()) < 2e-2, errors
+    assert workspace.report.eq(0).all()
+    if dropped:
+        assert not any(got[n][1].any() for n in ("dw1", "dw3", "dw2"))
 """
 
 
@@ -128,3 +169,7 @@ def test_combine_reads_padding_or_misses_a_slot():
 
 def test_expansion_misses_a_slot_or_writes_padding():
     _run(EXPAND)
+
+
+def test_passes_lose_a_token_or_add_up_wrong_gradients():
+    _run(PASSES)

@@ -24,9 +24,9 @@ CHILD = """
 import sys, torch
 sys.path[:0] = {path!r}
 from titan_megamoe.routing import PlanShape, RoutingPlan, plan_reference
-from titan_megamoe.backends.hopper.plan_kernels import build_plan
+from titan_megamoe.backends.hopper.plan_kernels import build_plan, build_plans
 
-def run(world, rank, top_k, e, tokens, routing, bad=False, bound=0, chunk=16):
+def run(world, rank, top_k, e, tokens, routing, bad=False, bound=0, chunk=16, passes=False):
     g = torch.Generator().manual_seed(1)
     E, t_max = world * e, max(max(tokens), 1)
     ids, weights = [], []
@@ -53,13 +53,20 @@ def run(world, rank, top_k, e, tokens, routing, bad=False, bound=0, chunk=16):
         pool_i[r * stride:][: ids[r].numel()] = ids[r].flatten()
         pool_w[r * stride:][: ids[r].numel()] = weights[r].flatten()
     delta = torch.tensor([(r - rank) * stride * 4 for r in range(world)])
-    plan = RoutingPlan.empty(shape, torch.device("cpu"))
-    plan.flat.fill_(-1)
-    plan.row_weight.zero_()
+    plans = [RoutingPlan.empty(shape, torch.device("cpu")) for _ in range(shape.passes if passes else 1)]
+    plan = plans[0]
+    for each in plans:
+        each.flat.fill_(-1)
+        each.row_weight.zero_()
     plan.tokens.copy_(torch.tensor(tokens, dtype=torch.int32))
     state, report = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
     state[0] = 17
-    build_plan(plan, pool_i[rank * stride:], pool_w[rank * stride:], delta, state, report, 33, chunk)
+    symmetric = (pool_i[rank * stride:], pool_w[rank * stride:], delta, state, report, 33, chunk)
+    if passes:
+        plan.call.fill_(5)
+        build_plans(plans, *symmetric)
+        return plans, ids, weights
+    build_plan(plan, *symmetric)
     return plan, (plan_reference(ids, weights, shape) if not (bad or bound) else None), state, report
 
 """
@@ -75,6 +82,38 @@ for case, chunk in [(c, n) for c in {cases!r} for n in (16, 64)]:
     assert report.eq(0).all() and state[1] == 0
 """
 )
+
+PASSES = (
+    CHILD
+    + """
+for case, bound, chunk, mode in {cases!r}:
+    plans, ids, weights = run(*case, bound=bound, chunk=chunk, passes=True)
+    shape = plans[0].shape
+    size = shape.window_tokens
+    assert len(plans) == shape.passes > 1 and size * shape.world * shape.top_k <= bound
+    for index, plan in enumerate(plans):
+        first, last = index * size, index * size + size
+        if mode == 1:
+            first, last = 0, 0 if index else shape.max_tokens
+        mine = [i.clone() for i in ids]
+        for i in mine:
+            i[:first] = -1
+            i[last:] = -1
+        want = plan_reference(mine, weights, shape)
+        want.ok.fill_(mode)
+        want.call.fill_(5)
+        for name in shape.tables():
+            got, ref = getattr(plan, name), getattr(want, name)
+            assert torch.equal(got, ref), (case, index, name, got, ref)
+"""
+)
+PASS_CASES = [
+    # a case of CASES, max_routed_rows, chunk, 1 (all fit) or 2 (windows)
+    ((1, 0, 2, 8, (200,), "uniform"), 130, 16, 2),
+    ((2, 1, 2, 4, (150, 200), "uniform"), 300, 64, 2),
+    ((2, 0, 3, 4, (130, 0), "one_rank"), 384, 32, 2),
+    ((4, 2, 2, 2, (70, 0, 33, 129), "dropped"), 520, 16, 1),
+]
 
 REFUSE = (
     CHILD
@@ -103,3 +142,7 @@ def test_plan_kernels_differ_from_the_plan_in_plain_python():
 
 def test_a_bad_id_or_a_passed_bound_is_not_reported_or_rows_survive():
     _run(REFUSE.format(path=sys.path))
+
+
+def test_a_pass_loses_a_token_or_takes_one_of_another_window():
+    _run(PASSES.format(path=sys.path, cases=PASS_CASES))

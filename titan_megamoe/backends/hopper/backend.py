@@ -7,8 +7,8 @@ an argument.
 Nothing here waits for the device in the steady state. A fault that only the device can see is reported
 in pinned memory and raised at the next call on this group.
 
-Passing max_routed_rows is an error on every rank (BoundError), found before any token is computed; several
-passes over the pool are not built yet.
+Passing max_routed_rows is an error on every rank (BoundError), found before any token is computed; or, where
+tuning.py says so, it makes several passes (passes.py).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from .expand import expand
 from .gemm_common import check_dims
 from .gemm_down_backward import gemm_down_backward
 from .gemm_up_backward import gemm_up_backward
+from .passes import backward_in_passes, forward_in_passes, recv_rows
 from .plan_kernels import build_plan
 from .side import beside, now
 from .symmetric import meet_tokens, open_call, publish
@@ -75,8 +76,10 @@ class FusedBackend(ExplicitBackend):
         config, signature = call.config, _signature(
             call, shape, Phase.FORWARD if save else Phase.INFERENCE
         )  # fmt: skip
-        plan = RoutingPlan.empty(shape, call.x.device)
         tuned = tuning.current()
+        if tuned.multi_pass and shape.passes > 1:
+            return forward_in_passes(call, workspace, shape, signature, save)
+        plan = RoutingPlan.empty(shape, call.x.device)
         beside_plan = tuned.publish_beside and shape.world > 1
         entered = now() if beside_plan else None
         publish(
@@ -117,10 +120,12 @@ class FusedBackend(ExplicitBackend):
         return y, [plan.flat, gate_up, recv]
 
     def backward(self, call: MoECall, saved: list[Tensor], dy: Tensor) -> Gradients:
-        flat, gate_up, recv = saved
-        needs, config = call.needs, call.config
         workspace, shape = _prepare(call)
         signature = _signature(call, shape, Phase.BACKWARD)
+        if tuning.current().multi_pass and shape.passes > 1:
+            return backward_in_passes(call, workspace, shape, signature, saved, dy)
+        flat, gate_up, recv = saved
+        needs, config = call.needs, call.config
         plan = RoutingPlan.over(flat, shape)
         reserved, tuned = config.reserved_sms, tuning.current()
         publish(dy, workspace.x, copy_x=shape.world > 1)
@@ -183,6 +188,12 @@ class FusedBackend(ExplicitBackend):
             shape = _plan_shape(call, bound)
             words, pool = shape.words, shape.pool_rows
             recv = max(shape.recv_rows, 1)
+            if tuning.current().multi_pass and shape.passes > 1:
+                return [
+                    x.new_empty(words * shape.passes, dtype=torch.int32),
+                    x.new_empty(2, pool, call.intermediate),
+                    x.new_empty(recv_rows(shape), call.hidden),
+                ]
         else:  # the first call's T decides
             ctx = torch.library.get_ctx()
             sizes: list[Any] = [ctx.new_dynamic_size() for _ in range(3)]

@@ -34,7 +34,7 @@ from torch import Tensor
 from ...routing import RoutingPlan
 from . import status
 from .layout import COMBINE_TOKENS
-from .plan_kernels import _report
+from .plan_kernels import _report, window
 from .symmetric import _GENERATION_BITS, _MAIL, globaltimer, tell_given_up
 
 BLOCK_TOKENS = 2
@@ -93,11 +93,12 @@ def _await_flag(flag_ptr, notice_ptr, state_ptr, call, begin, timeout_ns, TIMEOU
     return code, seen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pass_index"])
 def _combine_kernel(
     rows_ptr, slot_row_ptr, tokens_ptr, ok_ptr, ids_ptr, out_ptr, part_ptr, dweight_ptr,
     sym_partial_ptr, sym_dweight_ptr, flags_ptr, mail_ptr, delta_ptr, state_ptr, report_ptr,
     num_tokens, max_tokens, H, first_col, last_col, num_parts, pool_rows, signature, timeout_ns,
+    pass_index, window_chunks, PASSES: tl.constexpr,
     WORLD: tl.constexpr, WORLD_P: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr,
     KP: tl.constexpr, E_LOCAL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr, LEAD: tl.constexpr, HAS_ROWS: tl.constexpr,
@@ -110,7 +111,12 @@ def _combine_kernel(
     member = turn - group * WORLD
     is_sender = (block < LEAD) | (member < WORLD - 1)
     sender = tl.where(block < LEAD, block, LEAD + group * (WORLD - 1) + member)
-    ok = tl.load(ok_ptr) != 0
+    mode = tl.load(ok_ptr)
+    ok = mode != 0
+    first_chunk = 0
+    last_chunk = num_chunks
+    if PASSES > 1:
+        first_chunk, last_chunk = window(mode, pass_index, window_chunks, num_chunks)
     call = tl.load(state_ptr)
     given_up = tl.load(state_ptr + 1, volatile=True) != 0
     token_in = tl.arange(0, BLOCK_T)
@@ -120,9 +126,11 @@ def _combine_kernel(
         PEERS: tl.constexpr = WORLD - 1 if WORLD > 1 else 1
         chunk = sender // PEERS
         peer = (RANK + 1 + sender - chunk * PEERS) % WORLD
+        if PASSES > 1:
+            chunk += first_chunk
         theirs = tl.load(tokens_ptr + peer)
-        needed = (chunk * CHUNK < theirs) | (chunk == 0)
-        if needed & (chunk < num_chunks) & ok & (given_up == 0):
+        needed = (chunk * CHUNK < theirs) | (chunk == first_chunk)
+        if needed & (chunk < last_chunk) & ok & (given_up == 0):
             start = tl.load(delta_ptr + peer)
             slot_of_peer = (RANK - peer + WORLD - 1) % WORLD  # my place among the peer's peers
             partial = sym_partial_ptr + tl.multiple_of(start // 2, 16)
@@ -154,7 +162,11 @@ def _combine_kernel(
             tl.atomic_xchg(flag, call, sem="release", scope="sys")
     else:
         chunk = group
-        if (chunk * CHUNK < num_tokens) | (chunk == 0):
+        needed = (chunk * CHUNK < num_tokens) | (chunk == 0)
+        if PASSES > 1:
+            chunk += first_chunk
+            needed = ((chunk * CHUNK < num_tokens) | (chunk == first_chunk)) & (chunk < last_chunk)
+        if needed:
             ready = ok & (given_up == 0)
             if WORLD > 1:
                 if ready:
@@ -233,6 +245,8 @@ def combine(
     columns: tuple[int, int] | None = None,
     wave: int = 0,
     block_tokens: int = BLOCK_TOKENS,
+    pass_index: int = 0,
+    passes: int = 1,
 ) -> None:
     """Close a call on the current stream; every rank of the group calls it, also with nothing to add.
 
@@ -248,26 +262,30 @@ def combine(
         wave: which set of flags to use, below MAX_WAVES; each combine of a call needs its own, and its kernel
             must not start before that of the wave before has ended.
         block_tokens: tokens that a block adds at once.
+        pass_index, passes: of a call in several passes, each of which closes its own window of tokens.
     """
     shape = plan.shape
-    num_chunks = max(triton.cdiv(shape.max_tokens, COMBINE_TOKENS), 1)
+    num_chunks = grid_chunks = max(triton.cdiv(shape.max_tokens, COMBINE_TOKENS), 1)
     num_tokens, top_k = ids.shape
     own = max(triton.cdiv(num_tokens, COMBINE_TOKENS), 1)
+    window_chunks = triton.cdiv(shape.window_tokens, COMBINE_TOKENS) if passes > 1 else num_chunks
+    if pass_index:  # the first pass may be the only one
+        grid_chunks = own = window_chunks
     hidden = 16 if rows is None else rows.shape[1]
     dummy = plan.flat
     parts = 1 if dweight_parts is None else dweight_parts.shape[0]
     first_col, last_col = columns or (0, hidden)
     block_h = min(triton.next_power_of_2(last_col - first_col), 1024)
     flags = workspace.flags if wave == 0 else workspace.flags[wave]
-    lead = min(LEAD_CHUNKS, num_chunks) * (shape.world - 1)
-    groups = max(num_chunks - lead, own) if shape.world > 1 else own
+    lead = min(LEAD_CHUNKS, grid_chunks) * (shape.world - 1)
+    groups = max(grid_chunks - lead, own) if shape.world > 1 else own
     _combine_kernel[(lead + groups * shape.world,)](
         dummy if rows is None else rows, plan.slot_row, plan.tokens, plan.ok, ids,
         dummy if out is None else out, dummy if dweight_parts is None else dweight_parts,
         dummy if dweight is None else dweight, workspace.partial, workspace.dweight,
         flags, workspace.mail, workspace.delta, workspace.state, workspace.report,
         num_tokens, shape.max_tokens, hidden, first_col, last_col, parts, shape.pool_rows, signature,
-        int(min(timeout_s, 1e9) * 1e9), WORLD=shape.world,
+        int(min(timeout_s, 1e9) * 1e9), pass_index, window_chunks, PASSES=passes, WORLD=shape.world,
         WORLD_P=max(triton.next_power_of_2(shape.world), 2), RANK=shape.rank, K=top_k,
         KP=triton.next_power_of_2(top_k), E_LOCAL=shape.num_local_experts, CHUNK=COMBINE_TOKENS,
         BLOCK_T=block_tokens, BLOCK_H=block_h, LEAD=lead, HAS_ROWS=rows is not None,

@@ -234,6 +234,8 @@ def dispatch_gemm1(
     comm_sms: int = 0,
     stages: int = 3,
     rows_per_round: int = ROWS_PER_ROUND,
+    recv: Tensor | None = None,
+    fetch: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """h' of all routed rows, on the current stream.
 
@@ -247,6 +249,8 @@ def dispatch_gemm1(
         comm_sms: blocks that begin with communication; 0: DEFAULT_COMM_SMS.
         stages: depth of the load pipeline.
         rows_per_round: see ROWS_PER_ROUND.
+        recv: the receive buffer (at least the plan's received rows, H) bf16; a new one when None.
+        fetch: False finds the remote tokens in `recv` already.
 
     Returns:
         h' (P, I) bf16; (2, P, I) bf16 gate and up, or None; the receive buffer (recv_rows, H) bf16.
@@ -254,8 +258,13 @@ def dispatch_gemm1(
     shape = plan.shape
     experts, intermediate, hidden = w1.shape
     blocks = sm_count(x_TH.device) - reserved_sms
-    comm = 0 if shape.world == 1 else min(comm_sms or DEFAULT_COMM_SMS, MAX_COMM_BLOCKS, blocks // 2)
-    recv = x_TH.new_empty(max(shape.recv_rows, 1), hidden)
+    comm = (
+        0
+        if shape.world == 1 or not fetch
+        else min(comm_sms or DEFAULT_COMM_SMS, MAX_COMM_BLOCKS, blocks // 2)
+    )
+    if recv is None:
+        recv = x_TH.new_empty(max(shape.recv_rows, 1), hidden)
     h = x_TH.new_empty(shape.pool_rows, intermediate)
     gate_up = x_TH.new_empty(2, shape.pool_rows, intermediate) if save else None
     h_desc = block_descriptor(h, (BLOCK_M, BLOCK_N))

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from ...routing import RoutingPlan
 from .combine import _rows_of
+from .plan_kernels import window
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pass_index"])
 def _expand_kernel(
-    local_ptr, remote_ptr, delta_ptr, pool_ptr, slot_row_ptr, recv_token_ptr, recv_count_ptr,
-    num_tokens, max_tokens, H, local_blocks, remote_blocks,
+    local_ptr, remote_ptr, delta_ptr, pool_ptr, slot_row_ptr, recv_token_ptr, recv_count_ptr, ok_ptr,
+    num_tokens, max_tokens, H, local_blocks, remote_blocks, pass_index, window_tokens, PASSES: tl.constexpr,
     RANK: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
     FROM_PEERS: tl.constexpr,
 ):  # fmt: skip
@@ -31,7 +32,12 @@ def _expand_kernel(
     is_remote = tl.where(paired, block % 2 == 0, local_blocks < remote_blocks)
     index = tl.where(paired, block // 2, block - both)
     at = index * BLOCK_T + tl.arange(0, BLOCK_T)
-    live = at < tl.where(is_remote, tl.load(recv_count_ptr), num_tokens)
+    local_end = num_tokens
+    if PASSES > 1:
+        first, last = window(tl.load(ok_ptr), pass_index, window_tokens, max_tokens)
+        at += tl.where(is_remote, 0, first)
+        local_end = tl.minimum(last, num_tokens)
+    live = at < tl.where(is_remote, tl.load(recv_count_ptr), local_end)
     flat = tl.load(recv_token_ptr + at, mask=live & is_remote, other=0)
     start = at.to(tl.int64) * H
     if FROM_PEERS:
@@ -61,9 +67,12 @@ def expand(
     *,
     from_peers: bool,
     out: Tensor | None = None,
+    pass_index: int = 0,
+    passes: int = 1,
 ) -> Tensor:
     """Pool (P, H) bf16 from `local` (T, H) and `remote`: the receive buffer, or, with `from_peers`, this
-    rank's symmetric buffer, whose likes on the peers lie `delta` (W,) bytes away."""
+    rank's symmetric buffer, whose likes on the peers lie `delta` (W,) bytes away. A pass of several
+    (`pass_index` of `passes`) takes the tokens of its window only."""
     shape = plan.shape
     num_tokens, hidden = local.shape
     pool = local.new_empty(shape.pool_rows, hidden) if out is None else out
@@ -71,10 +80,14 @@ def expand(
     block_t = 4
     local_blocks = triton.cdiv(num_tokens, block_t)
     remote_blocks = triton.cdiv(shape.recv_rows, block_t)
+    if pass_index:
+        local_blocks = min(local_blocks, triton.cdiv(shape.window_tokens, block_t))
+        remote_blocks = triton.cdiv((shape.world - 1) * shape.window_tokens, block_t)
     if local_blocks + remote_blocks:
         _expand_kernel[(local_blocks + remote_blocks,)](
-            local, remote, delta, pool, plan.slot_row, plan.recv_token, plan.recv_count,
-            num_tokens, shape.max_tokens, hidden, local_blocks, remote_blocks, RANK=shape.rank,
+            local, remote, delta, pool, plan.slot_row, plan.recv_token, plan.recv_count, plan.ok,
+            num_tokens, shape.max_tokens, hidden, local_blocks, remote_blocks, pass_index,
+            shape.window_tokens, PASSES=passes, RANK=shape.rank,
             K=shape.top_k, BLOCK_T=block_t, BLOCK_H=block_h, FROM_PEERS=from_peers, num_warps=4,
         )  # fmt: skip
     return pool

@@ -13,6 +13,8 @@ max_routed_rows. Every rank reads the same ids, so all ranks give up alike.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -104,6 +106,34 @@ def _prefix_kernel(hist_ptr, total_ptr, num_chunks, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def window(mode, pass_index, size, end):
+    """[first, last) of a pass, in units of which a window has `size` and all tokens of a rank `end`."""
+    first = tl.where(mode == 2, pass_index * size, 0)
+    last = tl.where(mode == 2, tl.minimum(first + size, end), tl.where(pass_index == 0, end, 0))
+    return first, last
+
+
+@triton.jit
+def _before(hist_ptr, total_ptr, column, at, num_chunks, mask):
+    """Entries of a column in chunks below `at`."""
+    inside = tl.load(hist_ptr + column * num_chunks + at, mask=mask & (at < num_chunks), other=0)
+    return tl.where(at < num_chunks, inside, tl.load(total_ptr + column, mask=mask, other=0))
+
+
+@triton.jit
+def _in_window(hist_ptr, total_ptr, column, first, last, order, num_chunks, chunks_per_rank, mask,
+               WORLD: tl.constexpr):  # fmt: skip
+    """Entries of a column in chunks [first, last) of each of the first `order` sources."""
+    count = tl.zeros(column.shape, tl.int32)
+    for s in tl.static_range(WORLD):
+        start = s * chunks_per_rank
+        more = _before(hist_ptr, total_ptr, column, start + last, num_chunks, mask)
+        more -= _before(hist_ptr, total_ptr, column, start + first, num_chunks, mask)
+        count += tl.where(s < order, more, 0)
+    return count
+
+
+@triton.jit
 def _report(report_ptr, code, signature, peer, expected, seen, call):
     """Report a fault to the host, unless it has not yet read an earlier one."""
     if tl.load(report_ptr, volatile=True) == 0:
@@ -116,13 +146,14 @@ def _report(report_ptr, code, signature, peer, expected, seen, call):
         tl.store(report_ptr, code)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pass_index"])
 def _layout_kernel(
     total_ptr, state_ptr, report_ptr, signature, max_routed_rows, max_tiles,
     offs_ptr, counts_ptr, num_tiles_ptr, recv_count_ptr, ok_ptr, tile_expert_ptr,
-    row_source_ptr, row_slot_ptr, row_weight_ptr, base_ptr,
+    row_source_ptr, row_slot_ptr, row_weight_ptr, base_ptr, hist_ptr, num_chunks, chunks_per_rank,
+    pass_index, window_chunks,
     WORLD: tl.constexpr, WORLD_P: tl.constexpr, E_LOCAL: tl.constexpr, E_P: tl.constexpr,
-    BLOCK_M: tl.constexpr, CODE_BAD_ID: tl.constexpr, CODE_ROUTED_ROWS: tl.constexpr,
+    PASSES: tl.constexpr, BLOCK_M: tl.constexpr, CODE_BAD_ID: tl.constexpr, CODE_ROUTED_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Block t: tile t and its padding. Block 0 also: the tables per expert, the verdict, its report.
 
@@ -136,14 +167,26 @@ def _layout_kernel(
     routed = tl.load(total_ptr + 2 * E_LOCAL + rank, mask=ranks, other=0)
     bad = tl.load(total_ptr + 2 * E_LOCAL + WORLD + rank, mask=ranks, other=0)
     given_up = tl.load(state_ptr + 1)
-    ok = (given_up == 0) & (tl.max(bad, axis=0) == 0) & (tl.max(routed, axis=0) <= max_routed_rows)
-    count = tl.load(total_ptr + expert, mask=known, other=0)
+    fits = tl.max(routed, axis=0) <= max_routed_rows
+    ok = (given_up == 0) & (tl.max(bad, axis=0) == 0) & (fits | (PASSES > 1))
+    mode = tl.where(ok, tl.where(fits, 1, 2), 0)
+    if PASSES > 1:
+        first, last = window(mode, pass_index, window_chunks, chunks_per_rank)
+        count = _in_window(
+            hist_ptr, total_ptr, expert, first, last, WORLD, num_chunks, chunks_per_rank, known, WORLD
+        )
+        received = _in_window(
+            hist_ptr, total_ptr, E_LOCAL + expert, first, last, WORLD, num_chunks, chunks_per_rank, known,
+            WORLD,
+        )  # fmt: skip
+    else:
+        count = tl.load(total_ptr + expert, mask=known, other=0)
+        received = tl.load(total_ptr + E_LOCAL + expert, mask=known, other=0)
     count = tl.where(ok, count, 0)
     tiles = (count + BLOCK_M - 1) // BLOCK_M
     last = tl.cumsum(tiles, axis=0)
     num_tiles = tl.sum(tiles, axis=0)
     if tile == 0:
-        received = tl.load(total_ptr + E_LOCAL + expert, mask=known, other=0)
         received = tl.where(ok, received, 0)
         received_last = tl.cumsum(received, axis=0)
         tl.store(offs_ptr + 1 + expert, last * BLOCK_M, mask=known)
@@ -153,7 +196,7 @@ def _layout_kernel(
         tl.store(base_ptr + E_LOCAL + expert, received_last - received, mask=known)
         tl.store(num_tiles_ptr, num_tiles)
         tl.store(recv_count_ptr, tl.sum(received, axis=0))
-        tl.store(ok_ptr, ok.to(tl.int32))
+        tl.store(ok_ptr, mode)
         if (given_up == 0) & (ok == 0):
             call = tl.load(state_ptr)
             tl.store(state_ptr + 1, 1)
@@ -178,11 +221,12 @@ def _layout_kernel(
         tl.store(row_weight_ptr + row, tl.zeros([BLOCK_M], tl.float32), mask=padding)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pass_index"])
 def _fill_kernel(
-    ids_ptr, weights_ptr, delta_ptr, tokens_ptr, hist_ptr, base_ptr, ok_ptr, num_chunks,
+    ids_ptr, weights_ptr, delta_ptr, tokens_ptr, hist_ptr, total_ptr, base_ptr, ok_ptr, num_chunks,
     chunks_per_rank, max_tokens, row_source_ptr, row_slot_ptr, row_weight_ptr, slot_row_ptr,
-    recv_token_ptr, WORLD: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    recv_token_ptr, pass_index, window_chunks, PASSES: tl.constexpr, WORLD: tl.constexpr,
+    RANK: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     E_LOCAL: tl.constexpr, E_P: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One chunk: the pool row of each of its slots, and all tables that follow from it."""
@@ -195,12 +239,26 @@ def _fill_kernel(
     ok = tl.load(ok_ptr) != 0
     expert = tl.arange(0, E_P)
     known = expert < E_LOCAL
+    if PASSES > 1:
+        first_chunk, last_chunk = window(tl.load(ok_ptr), pass_index, window_chunks, chunks_per_rank)
+        order = chunk // chunks_per_rank
+        place = chunk - order * chunks_per_rank
+        here = (place >= first_chunk) & (place < last_chunk)
+        live = live & here
+        ids = tl.where(here, ids, -1)
     flat_token = source * max_tokens + token
 
     # A received token's row: first row of its lowest expert + earlier chunks + earlier tokens here.
     lowest = _lowest_local(ids, first, E_LOCAL)
     hit = lowest[:, None] == expert[None, :]
     before = tl.load(hist_ptr + (E_LOCAL + expert) * num_chunks + chunk, mask=known, other=0)
+    if PASSES > 1:
+        start = chunk - place + first_chunk
+        before -= _before(hist_ptr, total_ptr, E_LOCAL + expert, start, num_chunks, known)
+        before += _in_window(
+            hist_ptr, total_ptr, E_LOCAL + expert, first_chunk, last_chunk, order, num_chunks,
+            chunks_per_rank, known, WORLD,
+        )  # fmt: skip
     before += tl.load(base_ptr + E_LOCAL + expert, mask=known, other=0)
     rank_here = tl.cumsum(hit.to(tl.int32), axis=0) - 1
     position = tl.sum(tl.where(hit, before[None, :] + rank_here, 0), axis=1)
@@ -210,6 +268,13 @@ def _fill_kernel(
     local = tl.reshape(ids - first, [CHUNK * KP])
     hit = local[:, None] == expert[None, :]
     before = tl.load(hist_ptr + expert * num_chunks + chunk, mask=known, other=0)
+    if PASSES > 1:
+        start = chunk - place + first_chunk
+        before -= _before(hist_ptr, total_ptr, expert, start, num_chunks, known)
+        before += _in_window(
+            hist_ptr, total_ptr, expert, first_chunk, last_chunk, order, num_chunks, chunks_per_rank,
+            known, WORLD,
+        )  # fmt: skip
     before += tl.load(base_ptr + expert, mask=known, other=0)
     rank_here = tl.cumsum(hit.to(tl.int32), axis=0) - 1
     row = tl.sum(tl.where(hit, before[None, :] + rank_here, 0), axis=1)
@@ -247,12 +312,35 @@ def build_plan(
         signature: of the call, for the report.
         chunk_tokens: tokens of a chunk, a power of two.
     """
-    shape = plan.shape
+    build_plans([plan], ids, weights, delta, state, report, signature, chunk_tokens)
+
+
+def build_plans(
+    plans: Sequence[RoutingPlan],
+    ids: Tensor,
+    weights: Tensor,
+    delta: Tensor,
+    state: Tensor,
+    report: Tensor,
+    signature: int,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> None:
+    """Fill the plan of each pass; all tables but `tokens` of the first are written here.
+
+    With one plan, more than max_routed_rows rows on a rank are an error. With `shape.passes` plans, the first
+    takes all tokens if they fit on every rank and the others are empty; else plan p takes the tokens
+    [p · T_w, (p + 1) · T_w) of every rank, T_w = shape.window_tokens. Every rank decides alike.
+
+    Args:
+        plans: one, or `shape.passes` of them; plans[0].tokens is already there.
+        chunk_tokens: at most WINDOW_UNIT. The others: see `build_plan`.
+    """
+    shape, tokens = plans[0].shape, plans[0].tokens
     per_rank = triton.cdiv(max(shape.max_tokens, 1), chunk_tokens)
     num_chunks = per_rank * shape.world
     e, world = shape.num_local_experts, shape.world
     columns = 2 * e + 2 * world
-    scratch = torch.empty(columns * num_chunks + columns + 2 * e, dtype=torch.int32, device=plan.flat.device)
+    scratch = torch.empty(columns * num_chunks + columns + 2 * e, dtype=torch.int32, device=tokens.device)
     hist = scratch[: columns * num_chunks]
     total = scratch[columns * num_chunks : columns * num_chunks + columns]
     base = scratch[columns * num_chunks + columns :]
@@ -267,20 +355,26 @@ def build_plan(
     )
     warps = 8 if sizes["E_P"] > 64 else 4
     _histogram_kernel[(num_chunks,)](
-        ids, delta, plan.tokens, hist, num_chunks, per_rank, shape.max_tokens,
+        ids, delta, tokens, hist, num_chunks, per_rank, shape.max_tokens,
         WORLD_P=max(triton.next_power_of_2(world), 2), num_warps=warps, **sizes,
     )  # fmt: skip
     _prefix_kernel[(columns,)](hist, total, num_chunks, BLOCK=1024, num_warps=4)
-    _layout_kernel[(shape.max_tiles,)](
-        total, state, report, signature, shape.max_routed_rows, shape.max_tiles,
-        plan.offs, plan.counts, plan.num_tiles, plan.recv_count, plan.ok, plan.tile_expert,
-        plan.row_source, plan.row_slot, plan.row_weight, base,
-        WORLD=world, WORLD_P=max(triton.next_power_of_2(world), 2), E_LOCAL=e, E_P=sizes["E_P"],
-        BLOCK_M=BLOCK_M, CODE_BAD_ID=status.BAD_ID, CODE_ROUTED_ROWS=status.ROUTED_ROWS,
-        num_warps=4,
-    )  # fmt: skip
-    _fill_kernel[(num_chunks,)](
-        ids, weights, delta, plan.tokens, hist, base, plan.ok, num_chunks, per_rank,
-        shape.max_tokens, plan.row_source, plan.row_slot, plan.row_weight, plan.slot_row,
-        plan.recv_token, num_warps=warps, **sizes,
-    )  # fmt: skip
+    for index, plan in enumerate(plans):
+        window_chunks = triton.cdiv(shape.window_tokens, chunk_tokens) if len(plans) > 1 else per_rank
+        _layout_kernel[(shape.max_tiles,)](
+            total, state, report, signature, shape.max_routed_rows, shape.max_tiles,
+            plan.offs, plan.counts, plan.num_tiles, plan.recv_count, plan.ok, plan.tile_expert,
+            plan.row_source, plan.row_slot, plan.row_weight, base, hist, num_chunks, per_rank, index,
+            window_chunks,
+            WORLD=world, WORLD_P=max(triton.next_power_of_2(world), 2), E_LOCAL=e, E_P=sizes["E_P"],
+            PASSES=len(plans), BLOCK_M=BLOCK_M, CODE_BAD_ID=status.BAD_ID,
+            CODE_ROUTED_ROWS=status.ROUTED_ROWS, num_warps=4,
+        )  # fmt: skip
+        _fill_kernel[(num_chunks,)](
+            ids, weights, delta, tokens, hist, total, base, plan.ok, num_chunks, per_rank,
+            shape.max_tokens, plan.row_source, plan.row_slot, plan.row_weight, plan.slot_row,
+            plan.recv_token, index, window_chunks, PASSES=len(plans), num_warps=warps, **sizes,
+        )  # fmt: skip
+        if index:
+            plan.tokens.copy_(tokens)
+            plan.call.copy_(plans[0].call)

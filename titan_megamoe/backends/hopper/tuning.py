@@ -38,6 +38,8 @@ class Tuning:
         publish_beside: tokens are published on the side stream while the plan is built.
         fast_epilogue: GEMM2ᵀ's epilogue with fast exp and reciprocal and fewer loads.
         heavy_experts: weight-gradient tiles of experts with most rows get programs of their own.
+        multi_pass: compute routings that pass max_routed_rows in several passes (passes.py) instead of
+            refusing them.
         plan_chunk: tokens of a chunk of the plan's counting sorts, a power of two from 16 on.
     """
 
@@ -49,6 +51,7 @@ class Tuning:
     fast_epilogue: bool = False
     heavy_experts: bool = False
     plan_chunk: int = 16
+    multi_pass: bool = False
 
     def __post_init__(self) -> None:
         chunk = self.plan_chunk

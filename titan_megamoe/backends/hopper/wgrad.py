@@ -53,11 +53,14 @@ def tiles_before(bound, program, programs):
 
 
 @triton.jit
-def store_tile(desc, acc, expert, row, column, BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr):
+def store_tile(desc, acc, expert, row, column, BM: tl.constexpr, BN: tl.constexpr, SUB: tl.constexpr,
+               ADD: tl.constexpr):  # fmt: skip
     SN: tl.constexpr = BN // SUB
     for piece in tl.static_range(SUB):
-        part = column_piece(acc, piece, SUB, BM, BN).to(desc.dtype)
-        desc.store([expert, row, column + piece * SN], part.reshape(1, BM, SN))
+        part = column_piece(acc, piece, SUB, BM, BN)
+        if ADD:
+            part += desc.load([expert, row, column + piece * SN]).reshape(BM, SN).to(tl.float32)
+        desc.store([expert, row, column + piece * SN], part.to(desc.dtype).reshape(1, BM, SN))
 
 
 @triton.jit
@@ -80,6 +83,7 @@ def wgrad_kernel(
     BK: tl.constexpr,
     SUB: tl.constexpr,
     HEAVY: tl.constexpr,
+    ADD: tl.constexpr,  # add to what the gradients hold; nothing is done where no expert has a row
 ):
     COLUMN_TILES: tl.constexpr = (N + BN - 1) // BN
     GRAD_TILES: tl.constexpr = (M + BM - 1) // BM * COLUMN_TILES
@@ -112,6 +116,8 @@ def wgrad_kernel(
         mine = tiles_before((experts + 1) * EXPERT_TILES, program, programs)
         mine -= tiles_before(experts * EXPERT_TILES, program, programs)
     total_steps = tl.sum(steps_of * mine)
+    if ADD:
+        total_steps = tl.where(tl.sum(counts) == 0, 0, total_steps)
 
     tile = program - stride
     step = -1
@@ -141,17 +147,24 @@ def wgrad_kernel(
         acc = tl.dot(a.T, b, acc)
         if step == steps - 1:
             if GRADS == 1:
-                store_tile(first_desc, acc, expert, row, column, BM, BN, SUB)
+                store_tile(first_desc, acc, expert, row, column, BM, BN, SUB, ADD)
             else:
                 if grad == 0:
-                    store_tile(first_desc, acc, expert, row, column, BM, BN, SUB)
+                    store_tile(first_desc, acc, expert, row, column, BM, BN, SUB, ADD)
                 else:
-                    store_tile(second_desc, acc, expert, row, column, BM, BN, SUB)
+                    store_tile(second_desc, acc, expert, row, column, BM, BN, SUB, ADD)
             acc = tl.zeros((BM, BN), tl.float32)
 
 
 def _launch(
-    a: Tensor, b: Tensor, grads: list[Tensor], tiles: PoolTiles, reserved_sms: int, c: GemmConfig, heavy: bool
+    a: Tensor,
+    b: Tensor,
+    grads: list[Tensor],
+    tiles: PoolTiles,
+    reserved_sms: int,
+    c: GemmConfig,
+    heavy: bool,
+    add: bool,
 ) -> None:
     experts, m, n = grads[0].shape
     check_pool(tiles, b.shape[0], experts)
@@ -179,8 +192,9 @@ def _launch(
         BK=c.block_k,
         SUB=sub,
         HEAVY=heavy,
+        ADD=add,
         num_warps=c.warps,
-        num_stages=c.stages,
+        num_stages=c.stages - add,  # what is there is loaded through the room of one stage
     )
 
 
@@ -205,6 +219,7 @@ def wgrad_down(
     reserved_sms: int = 0,
     config: GemmConfig = WGRAD_CONFIG,
     heavy: bool = False,
+    add: bool = False,
 ) -> Tensor:
     """dW2[e] = Σ over the rows r of expert e of dy[r] ⊗ h'[r].
 
@@ -217,6 +232,7 @@ def wgrad_down(
         reserved_sms: SMs left to other streams.
         config: the tiling.
         heavy: give the tiles of experts with most rows programs of their own.
+        add: add to what the results given hold.
 
     Returns:
         (e, H, I), every element written; exactly zero for an expert with count 0.
@@ -230,7 +246,7 @@ def wgrad_down(
     check_matrix("dy_RH", dy_RH, (rows, hidden), torch.bfloat16)
     check_matrix("h_RI", h_RI, (rows, intermediate), torch.bfloat16)
     grad = _grad(out, "out", (tiles.num_local_experts, hidden, intermediate), dtype, dy_RH)
-    _launch(dy_RH, h_RI, [grad], tiles, reserved_sms, config, heavy)
+    _launch(dy_RH, h_RI, [grad], tiles, reserved_sms, config, heavy, add)
     return grad
 
 
@@ -247,6 +263,7 @@ def wgrad_up(
     reserved_sms: int = 0,
     config: GemmConfig = WGRAD_CONFIG,
     heavy: bool = False,
+    add: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
     """dW1[e] = Σ dg[r] ⊗ x[r] and dW3[e] = Σ du[r] ⊗ x[r] over the rows r of expert e, in one launch.
 
@@ -260,6 +277,7 @@ def wgrad_up(
         reserved_sms: SMs left to other streams.
         config: the tiling.
         heavy: give the tiles of experts with most rows programs of their own.
+        add: add to what the results given hold.
 
     Returns:
         (dW1, dW3), each (e, I, H) with every element written, or None when not needed; exactly zero for an
@@ -279,5 +297,5 @@ def wgrad_up(
     grads = [grad for grad in (dw1, dw3) if grad is not None]
     if grads:
         a = dgu.view(2 * rows, intermediate) if len(grads) == 2 else dgu[0 if need_w1 else 1]
-        _launch(a, x_RH, grads, tiles, reserved_sms, config, heavy)
+        _launch(a, x_RH, grads, tiles, reserved_sms, config, heavy, add)
     return dw1, dw3
