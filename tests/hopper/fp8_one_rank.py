@@ -1,4 +1,4 @@
-"""The fp8 backend's forward and backward on one rank and a CPU; run as a script with TRITON_INTERPRET=1.
+"""The fp8 backend's forward and backward on one rank; run as a script with TRITON_INTERPRET=1 on a CPU.
 
 Triton kernels run in the interpreter, the CUDA kernels in the simulator. What needs a GPU or a peer is
 replaced: the opening of a call, the workspace, the second stream. Compared with the oracle of the recipe.
@@ -25,6 +25,7 @@ from titan_megamoe.testing.oracle import OracleResult, compare, moe_oracle
 
 LIMIT = 4e-3
 ALL = Needs(True, True, True, True, True)
+DEVICE = "cpu"
 
 
 def prepare(call):
@@ -47,30 +48,72 @@ def beside(ready, device):
     yield SimpleNamespace(wait=lambda: None)
 
 
-def case(tokens, top_k, experts, hidden, intermediate, needs=ALL):
+def inputs(tokens, top_k, experts, hidden, intermediate):
+    """x, ids, weights, w1, w3, w2, dy."""
     generator = torch.Generator().manual_seed(tokens)
 
     def normal(*shape, scale=1.0):
         return (torch.randn(*shape, generator=generator) * scale).bfloat16()
 
-    ids = torch.randint(-1, experts, (tokens, top_k), generator=generator)
-    weights = torch.rand(tokens, top_k, generator=generator)
-    x, dy = normal(tokens, hidden), normal(tokens, hidden)
-    w1, w3 = (normal(experts, intermediate, hidden, scale=hidden**-0.5) for _ in range(2))
-    w2 = normal(experts, hidden, intermediate, scale=intermediate**-0.5)
-    config = MegaMoEConfig(backend="fused", precision="fp8")
-    call = MoECall(x, ids, weights, w1, w3, w2, None, config, needs)
+    return [
+        normal(tokens, hidden),
+        torch.randint(-1, experts, (tokens, top_k), generator=generator),
+        torch.rand(tokens, top_k, generator=generator),
+        normal(experts, intermediate, hidden, scale=hidden**-0.5),
+        normal(experts, intermediate, hidden, scale=hidden**-0.5),
+        normal(experts, hidden, intermediate, scale=intermediate**-0.5),
+        normal(tokens, hidden),
+    ]
+
+
+def layer(arguments, needs=ALL):
+    """y and the gradients asked for."""
+    *forward, dy = (t.to(DEVICE) for t in arguments)
+    call = MoECall(*forward, None, MegaMoEConfig(backend="fused", precision="fp8"), needs)
     backend = fp8_backend.Fp8FusedBackend()
     y, saved = backend.forward(call)
-    assert [t.shape for t in saved[1:]] == [(2, saved[1].shape[1], intermediate), (0,)]
+    assert saved[1].shape[2] == call.intermediate and saved[2].shape == (0,)
     grads = backend.backward(call, saved, dy)
-    oracle = moe_oracle(x, ids, weights, w1, w3, w2, dy, recipe=get_recipe("fp8"))
-    full = OracleResult(y, grads.x, grads.topk_weights, grads.w1, grads.w3, grads.w2)
-    for asked, grad in zip(needs, (grads.x, grads.topk_weights, grads.w1, grads.w3, grads.w2), strict=True):
-        assert asked == (grad is not None), needs
-    errors = compare(full, oracle)
+    result = OracleResult(y, grads.x, grads.topk_weights, grads.w1, grads.w3, grads.w2)
+    given = (result.dx, result.dweights, result.dw1, result.dw3, result.dw2)
+    assert [g is not None for g in given] == list(needs), needs
+    return OracleResult(y.cpu(), *(None if g is None else g.cpu() for g in given))
+
+
+def case(*shape, needs=ALL):
+    arguments = inputs(*shape)
+    oracle = moe_oracle(*arguments, recipe=get_recipe("fp8"))
+    errors = compare(layer(arguments, needs), oracle)
     print(needs, errors, file=sys.stderr)
     assert all(e <= LIMIT for e in errors.values()), errors
+
+
+def finite(result):
+    return {
+        name: bool(getattr(result, name).isfinite().all())
+        for name in ("y", "dx", "dweights", "dw1", "dw3", "dw2")
+    }
+
+
+def faults():
+    """Zero, tiny and infinite values, NaN: cases that a quantizer is prone to hide or to spread."""
+    x, ids, weights, w1, w3, w2, dy = inputs(12, 2, 3, 144, 208)
+    ids[:, 0] = torch.arange(12) % 3  # every token is routed
+    w1[0, :128, :128] = 0
+    for blank in (torch.zeros_like(x), torch.full_like(x, 1e-36)):
+        result = layer([blank, ids, weights, w1, w3, w2, dy])
+        assert all(finite(result).values()) and not result.y.any() and not result.dw2.any()
+    result = layer([x, ids, weights, w1, w3, w2, torch.zeros_like(dy)])
+    assert not any(t.any() for t in (result.dx, result.dweights, result.dw1, result.dw3, result.dw2))
+    others = torch.arange(12) != 7
+    spoilt = x.clone()
+    spoilt[7, 3] = float("nan")
+    y = layer([spoilt, ids, weights, w1, w3, w2, dy]).y
+    assert y[7].isnan().all() and y[others].isfinite().all()
+    spoilt = dy.clone()
+    spoilt[7, 3] = float("inf")
+    dx = layer([x, ids, weights, w1, w3, w2, spoilt]).dx
+    assert not dx[7].isfinite().any() and dx[others].isfinite().all()
 
 
 def main():
@@ -89,7 +132,8 @@ def main():
             Needs(False, False, False, False, True),
             Needs(False, True, True, False, False),
         ):
-            case(9, 1, 2, 256, 128, needs)
+            case(9, 1, 2, 256, 128, needs=needs)
+        faults()
     print("ok")
 
 

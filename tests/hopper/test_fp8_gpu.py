@@ -7,6 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
+import fp8_one_rank
+
 from titan_megamoe import MegaMoEConfig, backends
 from titan_megamoe.precision import get_recipe
 from titan_megamoe.testing.fp8_chain import LIMIT, chain_errors, make_experts, run_chain
@@ -77,6 +79,11 @@ def test_one_rank_differs_from_the_recipe(rank_pool, precision):
     ((result, same),) = rank_pool(1, "cuda").run(_run, problem, precision, 3)
     assert same
     assert_within(compare(assemble([result]), _oracle(problem, precision)), LIMIT)
+
+
+def test_zero_tiny_infinite_or_nan_values_are_hidden_or_spread(monkeypatch):
+    monkeypatch.setattr(fp8_one_rank, "DEVICE", "cuda")
+    fp8_one_rank.faults()
 
 
 @pytest.mark.multi_gpu
