@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ import pytest
 from titan_megamoe import UnsupportedError
 from titan_megamoe.torchtitan import __main__ as runner
 from titan_megamoe.torchtitan import lines, train
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_torchtitan_0_2_gets_other_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,3 +64,12 @@ def test_launcher_starts_a_trainer_that_cannot_read_the_file(
 ) -> None:
     monkeypatch.setattr(lines, "version", lambda _: line)
     assert lines.trainer_command(Path("a.toml"), ["--x.y=1"], cpu)[:2] == ["-m", module]
+
+
+def test_pins_and_the_table_of_versions_disagree() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    table = (ROOT / "docs/versions.md").read_text()
+    for line, extra in (("0.2", "torchtitan"), ("0.3", "torchtitan03")):
+        pins = dict(pin.split("==") for pin in extras[extra] if "==" in pin)
+        assert pins["torchtitan"] == lines.TESTED[line]
+        assert re.search(rf"^\| {pins['torchtitan']} \|.*\| {pins['torchao']} \|", table, re.MULTILINE)

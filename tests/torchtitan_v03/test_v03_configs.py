@@ -20,6 +20,7 @@ FOUND_AND_FIX = {
     "indivisible experts": ("expert_parallel_degree is 4", "divisor of 6"),
     "ep beyond the shards": ("expert_parallel_degree is 4", "= 2"),
     "type checking": ("spmd_typechecking", "turn it off"),
+    "CUDA graphs": ("disable_cuda_graphs is off", "turn it on"),
     "unknown backend": ("'magic'", "must be one of"),
     "unknown precision": ("'fp3'", "must be one of"),
     "unknown option": ("[mega_moe] sms is 8", "correct it"),
@@ -53,7 +54,7 @@ FOUND_AND_FIX = {
 }
 
 
-@pytest.mark.parametrize("job", [*REFUSED, *OVERRIDE_REFUSED])
+@pytest.mark.parametrize("job", [*REFUSED, "CUDA graphs", *OVERRIDE_REFUSED])
 def test_unsupported_job_starts_anyway(suite: Suite, job: str) -> None:
     said = suite(0, "refusals")[job]
     assert said.startswith(("ConfigError: ", "UnsupportedError: "))

@@ -66,6 +66,13 @@ def test_ep2_reference_drifts_from_stock(suite: Suite) -> None:
     _close(out["reference calm"], out["stock calm"])
 
 
+def test_full_dtensor_prints_other_gradient_norms_than_stock(suite: Suite) -> None:
+    """Against stock with partial_dtensor; with full_dtensor stock prints these norms and twice the loss."""
+    ours, stock = suite(2, "full_dtensor")["all_to_all"], suite(2, "two_ranks")["stock"]
+    assert len(ours) == STEPS
+    assert [norm for _, norm in ours] == [norm for _, norm in stock]
+
+
 def test_gradient_accumulation_differs(suite: Suite) -> None:
     out = suite(2, "two_ranks")
     _same(out["all_to_all accumulated"], out["stock accumulated"])

@@ -118,9 +118,14 @@ def said(function: Any, *arguments: Any, **options: Any) -> str:
 
 def refusals() -> dict[str, Any]:
     """The message of every refusal. For job files there is no process group: nothing was exchanged."""
+    from titan_megamoe.torchtitan.v03 import checks
+
     os.environ["WORLD_SIZE"] = str(WORLD)
     add_odd_flavors()
     out = {name: said(job, *options) for name, options in REFUSED.items()}
+    checks.device_type = "cuda"  # the one refusal that a CPU does not need
+    out["CUDA graphs"] = said(job, "--training.no_disable_cuda_graphs")
+    checks.device_type = "cpu"
     assert not dist.is_initialized()
     dist.init_process_group("fake", rank=0, world_size=WORLD)
     out |= {name: said(overridden, **options) for name, options in OVERRIDE_REFUSED.items()}
@@ -145,8 +150,8 @@ def overridden(
     converters = [Float8GroupedExpertsConverter.Config(model_compile_enabled=False)] if quantized else []
     config = config_registry.qwen3_moe_debug()
     config.model_spec = qwen3.model_registry(flavor, moe_comm_backend=moe_comm_backend, converters=converters)
-    config.training.seq_len = 64
-    cpu_shim.settle(config)
+    config.training.seq_len, config.training.disable_cuda_graphs = 64, True
+    config.parallelism.spmd_backend = "partial_dtensor"
     for name, degree in degrees.items():
         setattr(config.parallelism, name, degree)
     config.override.imports = [(f"{OVERRIDES}.mega_moe", options or {})]
@@ -181,7 +186,6 @@ def options() -> dict[str, Any]:
         ["--module=qwen3", "--config=qwen3_moe_debug", "--training.disable_cuda_graphs"]
         + ["--override.imports", imports, f"{OVERRIDES}.selective_ac"]
     )
-    cpu_shim.settle(config)
     apply_overrides(config.override, config)
     out["override"] = op_configs(config)
     out["override ac"] = type(config.activation_checkpoint).__qualname__

@@ -125,7 +125,6 @@ class Runner:
             config.override.imports = [(f"{OVERRIDES}.mega_moe", {"backend": backend})]
             if ac == "selective":
                 config.override.imports.append(f"{OVERRIDES}.selective_ac")
-        cpu_shim.settle(config)
         return config
 
 
@@ -229,13 +228,19 @@ def recomputation(run: Runner) -> dict[str, Any]:
         ("full", (), {"ac": "full"}),
         ("selective by converter", op, {"ac": "selective"}),
         ("selective by override", op, {"ac": "selective", "by": "override"}),
-        # Not with full checkpointing: there torch 2.13 fails on stock's blocks too, with partial_dtensor.
+        # Not with full checkpointing: there torch 2.13 fails on stock's blocks too.
         ("compiled", compiled, {"ac": "none"}),
     ):
         with _count_forwards() as calls:
             out[name] = run.train(*arguments, backend="all_to_all", ep=2, **options)["printed"]
         out[f"{name} forwards"] = len(calls)
     return out
+
+
+def full_dtensor(run: Runner) -> dict[str, Any]:
+    """Every parameter a DTensor on the whole mesh. One job: TorchTitan cannot make that mesh twice."""
+    arguments = ("--parallelism.spmd_backend=full_dtensor",)
+    return {"all_to_all": run.train(*arguments, backend="all_to_all", ep=2, ac="full")["printed"]}
 
 
 def checkpoints(run: Runner) -> dict[str, Any]:
@@ -287,7 +292,9 @@ def four_ranks(run: Runner) -> dict[str, Any]:
     return out
 
 
-SUITES = {f.__name__: f for f in (two_ranks, recomputation, checkpoints, load_balancing, four_ranks)}
+SUITES = {
+    f.__name__: f for f in (two_ranks, recomputation, full_dtensor, checkpoints, load_balancing, four_ranks)
+}
 
 
 def main() -> None:

@@ -95,8 +95,8 @@ def refuse_job(config: Trainer.Config) -> None:
         )
     if device_type == "cuda" and not config.training.disable_cuda_graphs:
         raise UnsupportedError(
-            "[training] disable_cuda_graphs is off, but mega_moe's calls are agreed on between ranks and "
-            "cannot be replayed: turn it on (--training.disable_cuda_graphs)."
+            "[training] disable_cuda_graphs is off, but training steps with mega_moe in CUDA graphs are not "
+            "tested, and its unfused backends wait for the host: turn it on (--training.disable_cuda_graphs)."
         )
 
 

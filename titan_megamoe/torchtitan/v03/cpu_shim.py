@@ -7,13 +7,12 @@ The counterpart of :mod:`titan_megamoe.torchtitan.cpu_shim` for 0.3, in this pro
 * FlexAttention, which has no CPU backward: causal attention by SDPA. Documents that share a sequence see
   each other, as in TorchTitan 0.2's Qwen3.
 
-A job for the CPU must also say `parallelism.spmd_backend = "partial_dtensor"` and
-`training.disable_cuda_graphs`, :func:`settle` does that.
+A job for the CPU must also turn `training.disable_cuda_graphs` on and, with torch 2.13, on any device, have
+`parallelism.spmd_backend = "partial_dtensor"` or `"full_dtensor"`: FSDP of torch 2.13 refuses the parameters
+of the default, `"spmd_types"`. Job files get both from :mod:`.job_file`.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch.distributed as dist
 
@@ -38,12 +37,6 @@ def apply() -> None:
     dist.set_timeout = lambda timeout, group=None: None  # type: ignore[attr-defined]
     _fill_in_torchtitan()
     _applied = True
-
-
-def settle(config: Any) -> None:
-    """Set the options of a `Trainer.Config` that cannot have another value on a CPU."""
-    config.parallelism.spmd_backend = "partial_dtensor"
-    config.training.disable_cuda_graphs = True
 
 
 def _fill_in_torchtitan() -> None:

@@ -105,7 +105,9 @@ def read_job(path: Path | str, options: list[str]) -> Trainer.Config:
         optimizer=_optimizer(given),
         activation_checkpoint=_activation_checkpoint(given),
     )
-    config.training.disable_cuda_graphs = True  # 0.2 has none
+    # 0.2 has no CUDA graphs, and DTensors on model-parallel axes only.
+    config.training.disable_cuda_graphs = True
+    config.parallelism.spmd_backend = "partial_dtensor"
     for place, value in given.items():
         _set(config, place, value)
     config = dataclasses.replace(

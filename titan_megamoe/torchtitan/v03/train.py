@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import sys
 
-import torch
 from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
 
-from . import cpu_shim
 from .job_file import read_job
 
 _job: Trainer.Config | None = None
@@ -30,7 +28,5 @@ def train_file(path: str, options: list[str]) -> None:
 
     init_logger()
     _job = read_job(path, options)
-    if not torch.cuda.is_available():
-        cpu_shim.settle(_job)
     sys.argv = [sys.argv[0], f"--module={__name__}", "--config=job"]
     main()
