@@ -217,3 +217,40 @@ def test_fp8_backend_hides_a_missing_compiler_or_asks_for_one_it_does_not_need(f
         cached_cubin(fp8_gemm.cuda_source(name), name, defines)
     monkeypatch.setenv("TITAN_MEGAMOE_NVCC", str(tmp_path / "missing"))
     assert fp8_gemm.why_no_kernels() is None
+
+
+class FakeDriver:
+    """A driver in which this thread has no context until one is set."""
+
+    def __init__(self):
+        self.calls = []
+        self.current = None
+
+    def cuInit(self, flags):
+        return 0
+
+    def cuCtxGetCurrent(self, out):
+        out._obj.value = self.current
+        return 0
+
+    def cuDeviceGet(self, out, index):
+        out._obj.value = 40 + index
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, out, handle):
+        self.calls.append(("retain", handle.value))
+        out._obj.value = 77
+        return 0
+
+    def cuCtxSetCurrent(self, context):
+        self.calls.append(("set", context.value))
+        self.current = context.value
+        return 0
+
+
+def test_launch_from_a_thread_without_context_is_refused(monkeypatch):
+    fake = FakeDriver()
+    monkeypatch.setattr(driver, "libcuda", lambda: fake)
+    driver.ensure_context(1)
+    driver.ensure_context(1)
+    assert fake.calls == [("retain", 41), ("set", 77)]

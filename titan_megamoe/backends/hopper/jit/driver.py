@@ -44,6 +44,22 @@ def check(result: int, what: str) -> None:
         raise MegaMoEError(f"{what} failed: CUDA error {result} ({(text.value or b'?').decode()}).")
 
 
+def ensure_context(device: int) -> None:
+    """Make the device's primary context current where this thread has none.
+
+    Autograd runs a backward in threads of its own; one in which no runtime call has been made yet has no
+    context, and the driver refuses its launches.
+    """
+    cuda, context = libcuda(), ctypes.c_void_p()
+    check(cuda.cuInit(0), "cuInit")
+    check(cuda.cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
+    if not context.value:
+        handle = ctypes.c_int()
+        check(cuda.cuDeviceGet(ctypes.byref(handle), device), "cuDeviceGet")
+        check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), "cuDevicePrimaryCtxRetain")
+        check(cuda.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+
+
 class Kernel:
     """One kernel of a loaded cubin, on one device.
 
@@ -73,6 +89,7 @@ class Kernel:
         values = [_pack(kind, value) for kind, value in zip(self.kinds, arguments, strict=True)]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
         with torch.cuda.device(device):
+            ensure_context(torch.cuda.current_device())
             stream = torch.cuda.current_stream(device).cuda_stream
             check(
                 libcuda().cuLaunchKernel(
@@ -97,7 +114,7 @@ def _load(source: str, name: str, defines: tuple[str, ...], device: int) -> ctyp
     cubin = cached_cubin(source, name, defines)
     module = ctypes.c_void_p()
     with torch.cuda.device(device):
-        torch.cuda.current_stream()  # the primary context is current from here on
+        ensure_context(device)
         check(libcuda().cuModuleLoadData(ctypes.byref(module), cubin), f"loading {name}")
     return module
 
@@ -125,6 +142,7 @@ def load_kernel(
     function = ctypes.c_void_p()
     check(libcuda().cuModuleGetFunction(ctypes.byref(function), module, entry.encode()), f"finding {entry}")
     with torch.cuda.device(index):
+        ensure_context(index)
         check(
             libcuda().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared_bytes),
             f"{shared_bytes} bytes of shared memory for {entry}",
