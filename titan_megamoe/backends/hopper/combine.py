@@ -53,12 +53,12 @@ def _rows_of(slot_row_ptr, slot, live, K: tl.constexpr):
 
 
 @triton.jit
-def _sum_rows(rows_ptr, rows, col, H, last_col, K: tl.constexpr, BLOCK_T: tl.constexpr,
+def _sum_rows(rows_ptr, rows, col, H, end_col, K: tl.constexpr, BLOCK_T: tl.constexpr,
               BLOCK_H: tl.constexpr):  # fmt: skip
     """Σ_k rows[row_k] of BLOCK_T tokens in fp32, in the order of k; a k without a row adds nothing."""
     acc = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
     for k in tl.static_range(K):
-        mask = (rows[k] >= 0)[:, None] & (col < last_col)[None, :]
+        mask = (rows[k] >= 0)[:, None] & (col < end_col)[None, :]
         at = rows[k].to(tl.int64)[:, None] * H + col[None, :]
         acc += tl.load(rows_ptr + at, mask=mask, other=0.0).to(tl.float32)
     return acc
@@ -98,7 +98,7 @@ def _combine_kernel(
     rows_ptr, slot_row_ptr, tokens_ptr, ok_ptr, ids_ptr, out_ptr, part_ptr, dweight_ptr,
     sym_partial_ptr, sym_dweight_ptr, flags_ptr, mail_ptr, delta_ptr, state_ptr, report_ptr,
     num_tokens, max_tokens, H, first_col, last_col, num_parts, pool_rows, signature, timeout_ns,
-    pass_index, window_chunks, PASSES: tl.constexpr,
+    pass_index, window_chunks, PASSES: tl.constexpr, ALL_COLUMNS: tl.constexpr,
     WORLD: tl.constexpr, WORLD_P: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr,
     KP: tl.constexpr, E_LOCAL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr, LEAD: tl.constexpr, HAS_ROWS: tl.constexpr,
@@ -111,6 +111,11 @@ def _combine_kernel(
     member = turn - group * WORLD
     is_sender = (block < LEAD) | (member < WORLD - 1)
     sender = tl.where(block < LEAD, block, LEAD + group * (WORLD - 1) + member)
+    start_col = 0
+    end_col = H
+    if not ALL_COLUMNS:
+        start_col = first_col
+        end_col = last_col
     mode = tl.load(ok_ptr)
     ok = mode != 0
     first_chunk = 0
@@ -144,10 +149,10 @@ def _combine_kernel(
                     any_row = rows[0]
                     for k in tl.static_range(1, K):
                         any_row = tl.maximum(any_row, rows[k])
-                    for h in tl.range(first_col, last_col, BLOCK_H, num_stages=1):
+                    for h in tl.range(start_col, end_col, BLOCK_H, num_stages=1):
                         col = h + tl.arange(0, BLOCK_H)
-                        acc = _sum_rows(rows_ptr, rows, col, H, last_col, K, BLOCK_T, BLOCK_H)
-                        mask_h = (any_row >= 0)[:, None] & (col < last_col)[None, :]
+                        acc = _sum_rows(rows_ptr, rows, col, H, end_col, K, BLOCK_T, BLOCK_H)
+                        mask_h = (any_row >= 0)[:, None] & (col < end_col)[None, :]
                         at_h = token.to(tl.int64)[:, None] * H + col[None, :]
                         tl.store(partial + at_h, acc.to(tl.bfloat16), mask=mask_h)
                 if HAS_DWEIGHT:
@@ -202,11 +207,11 @@ def _combine_kernel(
                     owner = tl.where(ids >= 0, ids // E_LOCAL, -1)
                 if HAS_ROWS:
                     rows = _rows_of(slot_row_ptr, slot, live & ready, K)
-                    for h in tl.range(first_col, last_col, BLOCK_H, num_stages=1):
+                    for h in tl.range(start_col, end_col, BLOCK_H, num_stages=1):
                         col = h + tl.arange(0, BLOCK_H)
-                        acc = _sum_rows(rows_ptr, rows, col, H, last_col, K, BLOCK_T, BLOCK_H)
+                        acc = _sum_rows(rows_ptr, rows, col, H, end_col, K, BLOCK_T, BLOCK_H)
                         at_h = token.to(tl.int64)[:, None] * H + col[None, :]
-                        mask_h = live[:, None] & (col < last_col)[None, :]
+                        mask_h = live[:, None] & (col < end_col)[None, :]
                         for i in tl.static_range(1, WORLD):
                             has = tl.max((owner == (RANK + i) % WORLD).to(tl.int32), axis=1) != 0
                             place = (i - 1) * tl.cast(max_tokens, tl.int64) * H
@@ -285,7 +290,8 @@ def combine(
         dummy if dweight is None else dweight, workspace.partial, workspace.dweight,
         flags, workspace.mail, workspace.delta, workspace.state, workspace.report,
         num_tokens, shape.max_tokens, hidden, first_col, last_col, parts, shape.pool_rows, signature,
-        int(min(timeout_s, 1e9) * 1e9), pass_index, window_chunks, PASSES=passes, WORLD=shape.world,
+        int(min(timeout_s, 1e9) * 1e9), pass_index, window_chunks, PASSES=passes,
+        ALL_COLUMNS=columns is None, WORLD=shape.world,
         WORLD_P=max(triton.next_power_of_2(shape.world), 2), RANK=shape.rank, K=top_k,
         KP=triton.next_power_of_2(top_k), E_LOCAL=shape.num_local_experts, CHUNK=COMBINE_TOKENS,
         BLOCK_T=block_tokens, BLOCK_H=block_h, LEAD=lead, HAS_ROWS=rows is not None,
