@@ -91,6 +91,10 @@ def test_load_balancing_is_ignored(suite: Suite, setting: str, balanced: bool) -
     assert suite(0, "options")[f"balancing {setting}"] is balanced
 
 
+def test_torchtitans_own_deepep_cannot_be_had(suite: Suite) -> None:
+    assert suite(0, "options")["torchtitan's deepep"] == "DeepEPTokenDispatcher.Config"
+
+
 def test_a_renamed_option_is_lost(suite: Suite) -> None:
     assert suite(0, "options")["mapped"] == {
         "dump_folder": "/x/y",

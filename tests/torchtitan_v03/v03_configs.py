@@ -203,6 +203,9 @@ def options() -> dict[str, Any]:
     for name, given in (("unset", ()), ("on", ("true",)), ("off", ("false",))):
         config = job(*(f"--mega_moe.load_balancing={value}" for value in given))
         out[f"balancing {name}"] = config.model_spec.post_optimizer_build_fn is not None
+    stock = job("--model.converters=", "--parallelism.expert_parallel_comm_backend=deepep")
+    block = stock.model_spec.model.layers[0].moe.routed_experts
+    out["torchtitan's deepep"] = type(block.token_dispatcher).__qualname__
     out["mapped"] = _mapped()
     return out
 

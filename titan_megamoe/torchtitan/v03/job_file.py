@@ -5,7 +5,7 @@ What was renamed is mapped, what is lacking is refused.
     [section] option ─ same name in 0.3 ─────────── set
                      ─ MOVED ────────────────────── set where 0.3 has it
                      ─ GONE, at 0.2's default ───── nothing to do
-                     ─ built by hand below ──────── model, optimizer, checkpointing, quantization
+                     ─ built in job_parts.py ──────── model, optimizer, checkpointing, quantization
                      ─ anything else ────────────── ConfigError
 
 The defaults of the options that both lines have are the same, so a job file means the same job on both. Where
@@ -22,23 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
-from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
-from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
-from torchtitan.models import qwen3
 from torchtitan.models.common.config_utils import decoder_vocab_size
-from torchtitan.models.common.moe import MoE
-from torchtitan.protocols.model_spec import ModelSpec
-from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from ...errors import ConfigError, UnsupportedError
-from . import flavors
 from .checks import refuse_job
-from .converter import MegaMoEConverter
-
-Place = tuple[str, str]
-"""(section, option); nested sections are dotted."""
+from .job_parts import Given, Place, checkpointing_of, model_of, optimizer_of
 
 MOVED: dict[Place, str] = {
     ("job", "dump_folder"): "dump_folder",
@@ -95,15 +85,15 @@ def read_job(path: Path | str, options: list[str]) -> Trainer.Config:
     training = {key: given.get(("training", key)) for key in ("local_batch_size", "seq_len")}
     validated = bool(given.get(("validation", "enable")))
     _same_batch_in_validation(given, training, validated)
-    spec = _model(given)
+    spec = model_of(given)
     config = Trainer.Config(
         model_spec=spec,
         loss=ChunkedLossWrapper.Config(
             loss_fn=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec))
         ),
         dataloader=HuggingFaceTextDataLoader.Config(dataset="c4_test"),
-        optimizer=_optimizer(given),
-        activation_checkpoint=_activation_checkpoint(given),
+        optimizer=optimizer_of(given),
+        activation_checkpoint=checkpointing_of(given),
     )
     # 0.2 has no CUDA graphs, and DTensors on model-parallel axes only.
     config.training.disable_cuda_graphs = True
@@ -122,7 +112,7 @@ def read_job(path: Path | str, options: list[str]) -> Trainer.Config:
     return config
 
 
-def _read(path: Path, options: list[str]) -> dict[Place, Any]:
+def _read(path: Path, options: list[str]) -> Given:
     """Options of the file and of the command line by place, the latter over the former."""
     given = dict(_flatten(tomllib.loads(path.read_text(encoding="utf-8"))))
     rest = list(options)
@@ -159,7 +149,7 @@ def _value(text: str) -> Any:
         return text
 
 
-def _drop(given: dict[Place, Any], place: Place) -> None:
+def _drop(given: Given, place: Place) -> None:
     """Take out an option that 0.3 lacks, if it is at the value where that makes no difference."""
     value = given.pop(place, GONE.get(place))
     if place in GONE and value != GONE[place]:
@@ -213,159 +203,7 @@ def _fit(place: Place, value: Any, owner: Any, name: str) -> Any:
     return value
 
 
-def _section(given: dict[Place, Any], section: str) -> dict[str, Any]:
-    """Take a whole section out of `given`."""
-    return {key: given.pop((s, key)) for s, key in list(given) if s == section}
-
-
-def _refuse_rest(section: str, rest: dict[str, Any]) -> None:
-    for key, value in rest.items():
-        raise ConfigError(f"[{section}] {key} is {value!r}, but there is no such option: correct it.")
-
-
-def _model(given: dict[Place, Any]) -> ModelSpec:
-    module = given.pop(("job", "custom_config_module"), "")
-    if module not in ("", "titan_megamoe.torchtitan"):
-        raise UnsupportedError(
-            f"[job] custom_config_module is {module!r}, which TorchTitan 0.3 does not have: take it out, and "
-            "make the job in Python with titan_megamoe.torchtitan.v03.converter.MegaMoEConverter."
-        )
-    name = given.pop(("model", "name"), "llama3")
-    if name != "qwen3":
-        raise UnsupportedError(
-            f"[model] name is {name!r}, but job files for TorchTitan 0.3 are mapped for 'qwen3' only."
-        )
-    flavors.add_to_qwen3()
-    flavor = given.pop(("model", "flavor"), "debugmodel")
-    if flavor not in qwen3.qwen3_configs:
-        raise ConfigError(
-            f"[model] flavor is {flavor!r}; it must be one of {', '.join(qwen3.qwen3_configs)}."
-        )
-    names = given.pop(("model", "converters"), [])
-    names = [n for n in names.split(",") if n] if isinstance(names, str) else names
-    comm = given.pop(("parallelism", "expert_parallel_comm_backend"), "standard")
-    if "mega_moe" in names and comm != "standard":
-        raise ConfigError(
-            f"[parallelism] expert_parallel_comm_backend is {comm!r}, but mega_moe brings its own "
-            'communication: set it to "standard" or take mega_moe out of [model] converters.'
-        )
-    options = _section(given, "mega_moe")
-    balancing = options.pop("load_balancing", None)
-    compiled = bool(given.get(("compile", "enable"))) and "model" in given.get(
-        ("compile", "components"), ["model"]
-    )
-    quantize = {s: _section(given, s) for s in {s for s, _ in given if s.startswith("quantize.")}}
-    converters = [_converter(n, names, options, quantize, compiled) for n in names]
-    kwargs = {} if comm == "standard" else {"moe_comm_backend": comm}
-    spec = qwen3.model_registry(flavor, converters=converters, **kwargs)
-    if "mega_moe" in names and balancing is not None:
-        _balance(spec, balancing)
-    return spec
-
-
-def _converter(
-    name: str, names: list[str], options: dict[str, Any], quantize: dict[str, dict[str, Any]], compiled: bool
-) -> Any:
-    from torchtitan.components.quantization import Float8GroupedExpertsConverter, Float8LinearConverter
-
-    section = quantize.get(name, {})
-    if name == "mega_moe":
-        known = {f.name for f in dataclasses.fields(MegaMoEConverter.Config)}
-        _refuse_rest("mega_moe", {k: v for k, v in options.items() if k not in known})
-        return MegaMoEConverter.Config(**options)
-    if name == "quantize.linear.float8":
-        # 0.3 renamed the last layer.
-        filters = ["lm_head" if fqn == "output" else fqn for fqn in section.pop("filter_fqns", [])]
-        recipe, emulate = section.pop("recipe_name", None), section.pop("emulate", False)
-        if recipe not in ("rowwise", "rowwise_with_gw_hp"):
-            raise UnsupportedError(
-                f"[{name}] recipe_name is {recipe!r}, which TorchTitan 0.3 does not have: "
-                'set it to "rowwise" or "rowwise_with_gw_hp".'
-            )
-        _refuse_rest(name, section)
-        return Float8LinearConverter.Config(
-            recipe_name=recipe, filter_fqns=filters, emulate=emulate, model_compile_enabled=compiled
-        )
-    if name == "quantize.grouped_mm.float8":
-        if "mega_moe" in names:
-            raise ConfigError(
-                f"[model] converters has both mega_moe and {name!r}, which want the same expert weights: "
-                f"take {name!r} out and choose the precision in [mega_moe]."
-            )
-        if section.pop("fqns", ["experts"]) != ["experts"]:
-            raise UnsupportedError(
-                f'[{name}] fqns names single blocks, but TorchTitan 0.3 converts all: set it to ["experts"].'
-            )
-        return Float8GroupedExpertsConverter.Config(model_compile_enabled=compiled)
-    raise UnsupportedError(
-        f"[model] converters has {name!r}, which is not mapped to TorchTitan 0.3: it must be one of "
-        "mega_moe, quantize.linear.float8, quantize.grouped_mm.float8."
-    )
-
-
-def _balance(spec: ModelSpec, balancing: bool) -> None:
-    """[mega_moe] load_balancing: whether the expert bias moves. TorchTitan 0.3 moves Qwen3's by default."""
-    if not balancing:
-        spec.post_optimizer_build_fn = None
-        return
-    for fqn, moe, _, _ in spec.model.traverse(MoE.Config):
-        if moe.load_balance_coeff is None:
-            raise ConfigError(
-                f"[mega_moe] load_balancing is on, but {fqn} of flavour {spec.flavor!r} has no "
-                "load_balance_coeff: set it in its MoE.Config, or turn load_balancing off."
-            )
-
-
-def _optimizer(given: dict[Place, Any]) -> OptimizersContainer.Config:
-    section = _section(given, "optimizer")
-    name = section.pop("name", "AdamW")
-    if name not in ("Adam", "AdamW"):
-        raise ConfigError(f"[optimizer] name is {name!r}; it must be one of Adam, AdamW.")
-    implementation = section.pop("implementation", "fused")
-    kwargs = {
-        "lr": section.pop("lr", 8e-4),
-        "betas": (section.pop("beta1", 0.9), section.pop("beta2", 0.95)),
-        "eps": section.pop("eps", 1e-8),
-        "weight_decay": section.pop("weight_decay", 0.1),
-    }
-    _refuse_rest("optimizer", section)
-    group = ParamGroupConfig(pattern=r".*", optimizer_name=name, optimizer_kwargs=kwargs)
-    return OptimizersContainer.Config(param_groups=[group], implementation=implementation)
-
-
-def _activation_checkpoint(given: dict[Place, Any]) -> Any:
-    section = _section(given, "activation_checkpoint")
-    mode = section.pop("mode", "selective")
-    layers = section.pop("selective_ac_option", None)
-    fqns = section.pop("per_op_sac_force_recompute_mm_shapes_by_fqns", ["moe.router.gate"])
-    budget = {k: section.pop(k) for k in ("memory_budget", "visualize_memory_budget_pareto") if k in section}
-    common = {k: section.pop(k) for k in ("preserve_rng_state", "determinism_check", "debug") if k in section}
-    _refuse_rest("activation_checkpoint", section)
-    if mode == "none":
-        return None
-    if mode == "full":
-        return FullAC.Config(**common)
-    if mode == "memory_budget":
-        return MemoryBudgetAC.Config(**common, **budget)
-    if mode != "selective":
-        raise ConfigError(
-            f"[activation_checkpoint] mode is {mode!r}; it must be one of none, full, selective, "
-            "memory_budget."
-        )
-    if layers is None:
-        logger.info(
-            "[activation_checkpoint] selective checkpointing is per op in TorchTitan 0.3, where 0.2's "
-            "default is every second layer"
-        )
-    elif layers != "op":
-        raise UnsupportedError(
-            f"[activation_checkpoint] selective_ac_option is {layers!r}, but TorchTitan 0.3 selects by op "
-            'only: set it to "op", or mode to "full" or "none".'
-        )
-    return SelectiveAC.Config(**common, force_recompute_mm_shapes_by_fqns=fqns)
-
-
-def _same_batch_in_validation(given: dict[Place, Any], training: dict[str, Any], validated: bool) -> None:
+def _same_batch_in_validation(given: Given, training: dict[str, Any], validated: bool) -> None:
     """0.3 validates with training's batch."""
     for key, default in (("local_batch_size", 8), ("seq_len", 2048)):
         wanted, has = given.pop(("validation", key), default), training[key] or default
