@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import statistics
 import sys
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from titan_megamoe.backends.hopper import fp8_gemm
 from titan_megamoe.backends.hopper.fp8_gemm import (
+    Fp8Build,
     Fp8Rows,
     gemm_down_backward_fp8,
     gemm_plain_fp8,
@@ -71,6 +73,11 @@ PREDICTED = {
     },
 }
 ROUNDS = 15
+BUILDS = {
+    "4 stages": Fp8Build(4),
+    "a in registers": Fp8Build(3, True),
+    "4 stages, a in registers": Fp8Build(4, True),
+}
 
 
 def say(text: str = "") -> None:
@@ -126,10 +133,11 @@ def equal_chains(experts: Experts, a: Chain, b: Chain) -> bool:
 
 def check_chain(title: str, experts: Experts, only: list[int] | None = None) -> bool:
     quantizers: dict[str, Any] = dict(quantize_rows=gpu_rows, quantize_weights=quantize_weights)
-    first, second, four = (run_chain(experts, stages=stages, **quantizers) for stages in (3, 3, 4))
+    first, second = (run_chain(experts, **quantizers) for _ in range(2))
+    others = [run_chain(experts, build=build, **quantizers) for build in BUILDS.values()]
     torch.cuda.synchronize()
     errors = chain_errors(experts, first, only)
-    repeatable = equal_chains(experts, first, second) and equal_chains(experts, first, four)
+    repeatable = all(equal_chains(experts, first, other) for other in (second, *others))
     right = repeatable and all(e <= LIMIT for e in errors.values())
     listed = "  ".join(f"{name} {error:.1e}" for name, error in errors.items())
     say(f"{title:<17} {'ok   ' if right else 'WRONG'} {'' if repeatable else 'NOT REPEATABLE '}{listed}")
@@ -207,12 +215,8 @@ def our_calls(experts: Experts, w13: QuantizedWeight, w2: QuantizedWeight) -> di
     out = torch.empty_like(experts.x)
     tokens = experts.x[:TOKENS].nan_to_num().contiguous()
     data, scale = quantize_rows(tokens)
-    return {
+    calls: dict[str, Callable[[], Any]] = {
         "gemm1": lambda: gemm_up_fp8(x, w13, weight, tiles),
-        "gemm1, 4 stages": lambda: gemm_up_fp8(x, w13, weight, tiles, stages=4),
-        "gemm2, 4 stages": lambda: gemm_plain_fp8(h, w2.data, w2.scale, tiles, out=out, stages=4),
-        "dgrad2, 4 stages": lambda: gemm_down_backward_fp8(dy, w2, gate_up, weight, tiles, stages=4),
-        "dgrad1, 4 stages": lambda: gemm_plain_fp8(dgu, w13.data_t, w13.scale_t, tiles, out=out, stages=4),
         "gemm1, inference": lambda: gemm_up_fp8(x, w13, weight, tiles, save=False),
         "gemm2": lambda: gemm_plain_fp8(h, w2.data, w2.scale, tiles, out=out),
         "dgrad2": lambda: gemm_down_backward_fp8(dy, w2, gate_up, weight, tiles),
@@ -223,6 +227,20 @@ def our_calls(experts: Experts, w13: QuantizedWeight, w2: QuantizedWeight) -> di
         "quantize x": lambda: quantize_rows(tokens, data=data, scale=scale),
         "weights": lambda: (quantize_weights([experts.w1, experts.w3]), quantize_weights([experts.w2])),
     }
+    for name, build in BUILDS.items():
+        calls |= {
+            f"gemm1, {name}": functools.partial(gemm_up_fp8, x, w13, weight, tiles, build=build),
+            f"gemm2, {name}": functools.partial(
+                gemm_plain_fp8, h, w2.data, w2.scale, tiles, out=out, build=build
+            ),
+            f"dgrad2, {name}": functools.partial(
+                gemm_down_backward_fp8, dy, w2, gate_up, weight, tiles, build=build
+            ),
+            f"dgrad1, {name}": functools.partial(
+                gemm_plain_fp8, dgu, w13.data_t, w13.scale_t, tiles, out=out, build=build
+            ),
+        }
+    return calls
 
 
 ABLATIONS: dict[str, list[tuple[str, str]]] = {

@@ -18,7 +18,7 @@ if shutil.which("g++") is None:
 
 from cuda_on_cpu import kernels
 
-from titan_megamoe.backends.hopper.fp8_gemm import Fp8Rows, gemm_plain_fp8, gemm_up_fp8
+from titan_megamoe.backends.hopper.fp8_gemm import Fp8Build, Fp8Rows, gemm_plain_fp8, gemm_up_fp8
 from titan_megamoe.backends.hopper.tiles import tiles_from_counts
 from titan_megamoe.errors import ConfigError
 from titan_megamoe.precision import dequantize_act_1x128
@@ -51,12 +51,14 @@ def test_tails_swizzles_or_scales_are_wrong(hidden, intermediate, counts):
     assert all(error <= LIMIT / 4 for error in errors.values()), errors
 
 
-def test_four_stages_give_other_bits():
-    experts = make_experts(272, 400, [33])
-    three, four = run_chain(experts), run_chain(experts, stages=4)
+@pytest.mark.parametrize("build", [Fp8Build(4), Fp8Build(3, True)])
+def test_other_builds_give_other_bits(build):
+    experts = make_experts(272, 400, [33, 70])
+    usual, other = run_chain(experts), run_chain(experts, build=build)
     for span in experts.spans():
-        assert torch.equal(three.o[span], four.o[span]) and torch.equal(three.dx[span], four.dx[span])
-        assert three.h16 is not None and four.h16 is not None and torch.equal(three.h16[span], four.h16[span])
+        assert torch.equal(usual.o[span], other.o[span]) and torch.equal(usual.dx[span], other.dx[span])
+        assert usual.h16 is not None and other.h16 is not None
+        assert torch.equal(usual.h16[span], other.h16[span])
 
 
 def test_frozen_parameters_change_other_gradients():

@@ -70,9 +70,9 @@ def run_on_cpu(monkeypatch: Any, folder: Path) -> None:
 
     @functools.cache
     def kernel(
-        name: str, kinds: tuple[str, ...], device: Any, stages: int, defines: tuple[str, ...] = ()
+        name: str, kinds: tuple[str, ...], device: Any, how: Any, defines: tuple[str, ...] = ()
     ) -> CpuKernel:
-        return CpuKernel(build(folder, name, fp8_gemm._STAGES[stages] + defines), name, kinds)
+        return CpuKernel(build(folder, name, how.defines + defines), name, kinds)
 
     monkeypatch.setattr(fp8_gemm, "_kernel", kernel)
     monkeypatch.setattr(fp8_gemm, "tensor_map", CpuMap)

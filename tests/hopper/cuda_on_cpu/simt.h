@@ -71,6 +71,8 @@ struct Product {
     float* d;
     u64 a, b;
     u32 add;
+    bool in_registers;
+    u32 share[4];
 };
 
 struct Group {
@@ -297,9 +299,33 @@ static void operand_row(u64 operand, int row, float (&k)[32]) {
 }
 
 DEVICE void wgmma_m64n128k32(float (&d)[64], u64 a, u64 b, u32 add) {
-    fibers[current].products.push_back({d, a, b, add});
+    fibers[current].products.push_back({d, a, b, add, false, {}});
     if (!add)
         for (float& x : d) x = NAN;
+}
+
+DEVICE void wgmma_m64n128k32(float (&d)[64], const u32 (&a)[4], u64 b, u32 add) {
+    fibers[current].products.push_back({d, 0, b, add, true, {a[0], a[1], a[2], a[3]}});
+    if (!add)
+        for (float& x : d) x = NAN;
+}
+
+// 32 bytes along K of one of the two rows of thread `thread` of a warpgroup, from the four threads that hold it.
+static void shared_row(int thread, size_t index, int lower, float (&k)[32]) {
+    for (int q = 0; q < 4; ++q) {
+        const Product& p = fibers[current / 128 * 128 + thread / 4 * 4 + q].products[index];
+        for (int i = 0; i < 8; ++i)
+            k[i / 4 * 16 + 4 * q + i % 4] = e4m3_table[p.share[lower + i / 4 * 2] >> i % 4 * 8 & 0xFF];
+    }
+}
+
+DEVICE void load_matrices(u32 (&d)[4], u32 address) {
+    const int lane = current % 32;
+    for (int i = 0; i < 4; ++i) {
+        const u32 row = __shfl_sync(~0u, address, 8 * i + lane / 4);
+        if (row % 16) fail("a matrix row is misaligned");
+        memcpy(&d[i], shared + row + 4 * (lane % 4), 4);
+    }
 }
 
 DEVICE void wgmma_wait() {
@@ -309,8 +335,11 @@ DEVICE void wgmma_wait() {
     const u32 first = u32(me.products.empty() ? 0 : me.products[0].a ^ me.products[0].b << 7);
     if (meet(group, 128, thread, first, 0) != first) fail("threads of a warpgroup multiply different operands");
     float a[2][32], b[32];
-    for (const Product& p : me.products) {
-        for (int i = 0; i < 2; ++i) operand_row(p.a, thread / 32 * 16 + thread % 32 / 4 + 8 * i, a[i]);
+    for (size_t index = 0; index < me.products.size(); ++index) {
+        const Product& p = me.products[index];
+        for (int i = 0; i < 2; ++i)
+            if (p.in_registers) shared_row(thread, index, i, a[i]);
+            else operand_row(p.a, thread / 32 * 16 + thread % 32 / 4 + 8 * i, a[i]);
         for (int j = 0; j < 16; ++j)
             for (int c = 0; c < 2; ++c) {
                 operand_row(p.b, 8 * j + 2 * (thread % 4) + c, b);
@@ -321,8 +350,8 @@ DEVICE void wgmma_wait() {
                 }
             }
     }
-    me.products.clear();
     meet(group, 128, thread, 0, 0);
+    me.products.clear();
 }
 
 // --- plain memory and arithmetic --------------------------------------------------------------------------

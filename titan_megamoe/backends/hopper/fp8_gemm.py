@@ -32,8 +32,6 @@ from .tiles import BLOCK_M, PoolTiles
 THREADS = 384
 SHARED_BYTES = {3: 230_960, 4: 231_488}
 """Dynamic shared memory of every kernel by stages of its ring; SHARED_BYTES of cuda/fp8_gemm.cuh."""
-DEFAULT_STAGES = 3
-_STAGES: dict[int, tuple[str, ...]] = {3: (), 4: ("FOUR_STAGES",)}
 COLUMNS = 256
 """Columns of a tile of gemm_plain_fp8 and gemm_down_backward_fp8; gemm_up_fp8 has 128 of I."""
 STORE_ROWS = 16
@@ -57,6 +55,25 @@ class Fp8Rows(NamedTuple):
             torch.empty(matrices, rows, columns, dtype=torch.float8_e4m3fn, device=device),
             torch.empty(matrices, triton.cdiv(columns, BLOCK), rows, dtype=torch.float32, device=device),
         )
+
+
+class Fp8Build(NamedTuple):
+    """How the kernels are compiled; every build gives the same bits.
+
+    Attributes:
+        stages: depth of the ring, 3 or 4; with 4 the results have less room on their way out.
+        a_registers: the rows' operand goes through registers, so that shared memory is read less.
+    """
+
+    stages: int = 3
+    a_registers: bool = False
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        return ("FOUR_STAGES",) * (self.stages == 4) + ("A_REGISTERS",) * self.a_registers
+
+
+DEFAULT_BUILD = Fp8Build()
 
 
 class DownBackwardFp8(NamedTuple):
@@ -108,16 +125,18 @@ def why_no_kernels() -> str | None:
 
 
 def _kernel(
-    name: str, kinds: tuple[str, ...], device: torch.device, stages: int, defines: tuple[str, ...] = ()
+    name: str, kinds: tuple[str, ...], device: torch.device, build: Fp8Build, defines: tuple[str, ...] = ()
 ) -> Kernel:
     index = torch.cuda.current_device() if device.index is None else device.index
-    return _loaded(name, kinds, index, stages, _STAGES[stages] + defines)
+    return _loaded(name, kinds, index, SHARED_BYTES[build.stages], build.defines + defines)
 
 
 @functools.cache
-def _loaded(name: str, kinds: tuple[str, ...], device: int, stages: int, defines: tuple[str, ...]) -> Kernel:
+def _loaded(
+    name: str, kinds: tuple[str, ...], device: int, shared_bytes: int, defines: tuple[str, ...]
+) -> Kernel:
     return load_kernel(
-        cuda_source(name), name, name, kinds, threads=THREADS, shared_bytes=SHARED_BYTES[stages],
+        cuda_source(name), name, name, kinds, threads=THREADS, shared_bytes=shared_bytes,
         device=torch.device("cuda", device), defines=defines,
     )  # fmt: skip
 
@@ -155,7 +174,7 @@ def gemm_up_fp8(
     *,
     save: bool = True,
     reserved_sms: int = 0,
-    stages: int = DEFAULT_STAGES,
+    build: Fp8Build = DEFAULT_BUILD,
 ) -> tuple[Fp8Rows, Tensor | None]:
     """Gate and up projections, SwiGLU and top-k weight, for the rows of the tiles in use.
 
@@ -166,7 +185,7 @@ def gemm_up_fp8(
         tiles: the pool's tables; read on the device.
         save: also write the pre-activations that the backward needs.
         reserved_sms: SMs left to other streams.
-        stages: depth of the ring, 3 or 4; with 4 the results have less room on their way out.
+        build: how the kernel is compiled.
 
     Returns:
         h' as (1, P, I) rows, quantized from fp32; (2, P, I) bf16 gate and up, or None. Padding rows hold
@@ -186,7 +205,7 @@ def gemm_up_fp8(
     h = Fp8Rows.empty(1, rows, intermediate, device)
     gate_up = x.data.new_empty(2, rows, intermediate, dtype=torch.bfloat16) if save else None
     kinds = ("map",) * 4 + ("ptr",) * 4 + _TABLES + ("i32",)
-    kernel = _kernel("fp8_up", kinds, device, stages, ("SAVE",) if save else ())
+    kernel = _kernel("fp8_up", kinds, device, build, ("SAVE",) if save else ())
     h_map = _store_map(h.data)
     kernel.launch(
         grid_size(device, GemmConfig(), reserved_sms),
@@ -209,7 +228,7 @@ def gemm_plain_fp8(
     *,
     out: Tensor | None = None,
     reserved_sms: int = 0,
-    stages: int = DEFAULT_STAGES,
+    build: Fp8Build = DEFAULT_BUILD,
 ) -> Tensor:
     """out[r] = Σ_s a[s, r] · weight[s · e + expert of r]ᵀ for the rows of the tiles in use.
 
@@ -220,7 +239,7 @@ def gemm_plain_fp8(
         tiles: the pool's tables; read on the device.
         out: (P, N) bf16 to write; a new tensor when None.
         reserved_sms: SMs left to other streams.
-        stages: depth of the ring, 3 or 4; with 4 the results have less room on their way out.
+        build: how the kernel is compiled.
 
     Returns:
         (P, N) bf16. Padding rows hold garbage; rows past the tiles in use are not written.
@@ -239,7 +258,7 @@ def gemm_plain_fp8(
     if out is None:
         out = a.data.new_empty(rows, columns, dtype=torch.bfloat16)
     check_matrix("out", out, (rows, columns), torch.bfloat16)
-    kernel = _kernel("fp8_plain", ("map",) * 3 + ("ptr",) * 2 + _TABLES + ("i32", "i32"), device, stages)
+    kernel = _kernel("fp8_plain", ("map",) * 3 + ("ptr",) * 2 + _TABLES + ("i32", "i32"), device, build)
     kernel.launch(
         grid_size(device, GemmConfig(), reserved_sms),
         (
@@ -263,7 +282,7 @@ def gemm_down_backward_fp8(
     need_h: bool = True,
     need_dw: bool = True,
     reserved_sms: int = 0,
-    stages: int = DEFAULT_STAGES,
+    build: Fp8Build = DEFAULT_BUILD,
 ) -> DownBackwardFp8:
     """Gradients of gate, up and top-k weight from dy, for the rows of the tiles in use.
 
@@ -277,7 +296,7 @@ def gemm_down_backward_fp8(
         need_h: also write h' in bf16, for a bf16 weight gradient of W2.
         need_dw: also compute the top-k weight's gradient.
         reserved_sms: SMs left to other streams.
-        stages: depth of the ring, 3 or 4; with 4 the results have less room on their way out.
+        build: how the kernel is compiled.
 
     Returns:
         DownBackwardFp8. Padding rows hold garbage; rows past the tiles in use are not written.
@@ -302,7 +321,7 @@ def gemm_down_backward_fp8(
     defines = ("WRITE_GRADS",) * need_grads + ("WRITE_H",) * need_h
     kinds = ("map",) * 6 + ("ptr",) * 5 + _TABLES + ("i32",)
     saved_map = tensor_map(gate_up, (1, BLOCK_M, BLOCK // 2))
-    _kernel("fp8_down_backward", kinds, device, stages, defines).launch(
+    _kernel("fp8_down_backward", kinds, device, build, defines).launch(
         grid_size(device, GemmConfig(), reserved_sms),
         (
             _operand_map(dy.data), _operand_map(w2.data_t), saved_map, _store_map(dgu.data),

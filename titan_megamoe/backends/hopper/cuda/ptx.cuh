@@ -133,6 +133,33 @@ DEVICE void wgmma_m64n128k32(float (&d)[64], u64 a, u64 b, u32 add) {
         : "l"(a), "l"(b), "r"(add));
 }
 
+// The same with a in registers: bytes 4·(t mod 4) to + 3 of the upper row in a[0], of the lower in a[1], and 16 bytes
+// further along K in a[2] and a[3]. They must not change before wgmma_wait.
+DEVICE void wgmma_m64n128k32(float (&d)[64], const u32 (&a)[4], u64 b, u32 add) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %69, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, {%64, %65, %66, %67}, %68, p, 1, 1;\n"
+        "}"
+        : REGISTERS_16(d, 0), REGISTERS_16(d, 16), REGISTERS_16(d, 32), REGISTERS_16(d, 48)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+
+// Four 8 × 16-byte matrices; lane 8i + r has the address of row r of matrix i, lane 4r + q gets bytes 4q to 4q + 3 of
+// row r of matrix i in d[i].
+DEVICE void load_matrices(u32 (&d)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+                 : "r"(address)
+                 : "memory");
+}
+
 // --- plain memory and arithmetic --------------------------------------------------------------------------
 
 DEVICE float load_shared(u32 address) {
