@@ -56,6 +56,8 @@ SETTINGS = {
     "gemm1": Tuning(gemm1="specialized"),
     "combine1": Tuning(combine_tokens=1),
     "combine4": Tuning(combine_tokens=4),
+    "lead512": Tuning(combine_lead=512),
+    "lead1024": Tuning(combine_lead=1024),
     "waves2": Tuning(down_waves=2),
     "waves2_c1": Tuning(down_waves=2, combine_tokens=1),
     "waves2_16": Tuning(down_waves=2, wave_sms=16),
@@ -372,16 +374,17 @@ def _stages(call: MoECall, world: int) -> dict[str, float]:
         lines[f"gemm2 {name}"] = rounds(
             lambda i, kw=kwargs: down.gemm_down(h, call.w2, plan.tiles, out=rows, **kw)
         )
-    for tokens in (1, 2, 4):
+    for tokens, lead in ((1, 128), (1, 1024), (2, 128), (2, 512), (2, 1024), (4, 128)):
 
-        def close(i: int, tokens: int = tokens, columns: Any = None) -> None:
+        def close(i: int, tokens: int = tokens, lead: int = lead, columns: Any = None) -> None:
             # Opened anew: the flags of a call serve once.
             fused._open(workspace, plan, call, signature, backward=False)
             combine(plan, workspace, call.topk_ids, signature, 10.0, rows=rows, out=y, columns=columns,
-                    block_tokens=tokens)  # fmt: skip
+                    block_tokens=tokens, lead_chunks=lead)  # fmt: skip
 
-        lines[f"open + combine, {tokens} tokens"] = rounds(close)
-        lines[f"open + combine half, {tokens} tokens"] = rounds(functools.partial(close, columns=left))
+        lines[f"open + combine, {tokens} tokens, lead {lead}"] = rounds(close)
+        if lead == 128:
+            lines[f"open + combine half, {tokens} tokens"] = rounds(functools.partial(close, columns=left))
     for chunk in (16, 32, 64):
         lines[f"plan, chunks of {chunk}"] = rounds(
             lambda i, n=chunk: build_plan(

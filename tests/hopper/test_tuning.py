@@ -34,7 +34,7 @@ SIDE_REGISTERS = 65536 - 192 * 256
 
 
 def test_tested_defaults_change_unnoticed():
-    assert tuning.parse("") == tuning.Tuning("gathered", 1, 0, 2, False, False, False, 16, False)
+    assert tuning.parse("") == tuning.Tuning("gathered", 1, 0, 2, 128, False, False, False, 16, False)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,7 @@ def test_tested_defaults_change_unnoticed():
         ("plan_chunk=24", "power of two"),
         ("wave_sms=-1", "negative"),
         ("combine_tokens=3", "1, 2 or 4"),
+        ("combine_lead=0", "positive"),
     ],
 )
 def test_a_misspelt_choice_is_silently_the_default(text, message):

@@ -161,7 +161,7 @@ class FusedBackend(ExplicitBackend):
         close = functools.partial(
             combine, plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows,
             out=dx, dweight_parts=None if dw_R is None else dw_R.view(1, -1), dweight=dweights,
-            block_tokens=tuned.combine_tokens,
+            block_tokens=tuned.combine_tokens, lead_chunks=tuned.combine_lead,
         )  # fmt: skip
         if x_RH is None:
             close()

@@ -250,6 +250,7 @@ def combine(
     columns: tuple[int, int] | None = None,
     wave: int = 0,
     block_tokens: int = BLOCK_TOKENS,
+    lead_chunks: int = LEAD_CHUNKS,
     pass_index: int = 0,
     passes: int = 1,
 ) -> None:
@@ -267,6 +268,7 @@ def combine(
         wave: which set of flags to use, below MAX_WAVES; each combine of a call needs its own, and its kernel
             must not start before that of the wave before has ended.
         block_tokens: tokens that a block adds at once.
+        lead_chunks: chunks sent to every peer before the first receiving block.
         pass_index, passes: of a call in several passes, each of which closes its own window of tokens.
     """
     shape = plan.shape
@@ -282,7 +284,7 @@ def combine(
     first_col, last_col = columns or (0, hidden)
     block_h = min(triton.next_power_of_2(last_col - first_col), 1024)
     flags = workspace.flags if wave == 0 else workspace.flags[wave]
-    lead = min(LEAD_CHUNKS, grid_chunks) * (shape.world - 1)
+    lead = min(lead_chunks, grid_chunks) * (shape.world - 1)
     groups = max(grid_chunks - lead, own) if shape.world > 1 else own
     _combine_kernel[(lead + groups * shape.world,)](
         dummy if rows is None else rows, plan.slot_row, plan.tokens, plan.ok, ids,

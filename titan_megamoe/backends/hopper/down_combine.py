@@ -46,7 +46,7 @@ def down_and_combine(
     columns = wave_columns(call.hidden, tuned.down_waves)
     close = functools.partial(
         combine, plan, workspace, call.topk_ids, signature, call.config.timeout_s, out=out,
-        block_tokens=tuned.combine_tokens,
+        block_tokens=tuned.combine_tokens, lead_chunks=tuned.combine_lead,
     )  # fmt: skip
     if len(columns) == 1:
         close(rows=gemm_down(h_PI, w2, plan.tiles, reserved_sms=reserved))

@@ -35,6 +35,7 @@ class Tuning:
         wave_sms: SMs that GEMM2's waves after the first leave to the combine beside them. 0: they take the
             plain GEMM instead, whose blocks leave room on every SM.
         combine_tokens: tokens that a block of combine adds at once, 1, 2 or 4: fewer tokens, more blocks.
+        combine_lead: chunks of 16 tokens that combine sends before its first receiving block.
         publish_beside: tokens are published on the side stream while the plan is built.
         fast_epilogue: GEMM2ᵀ's epilogue with fast exp and reciprocal and fewer loads.
         heavy_experts: weight-gradient tiles of experts with most rows get programs of their own.
@@ -47,6 +48,7 @@ class Tuning:
     down_waves: int = 1
     wave_sms: int = 0
     combine_tokens: int = 2
+    combine_lead: int = 128
     publish_beside: bool = False
     fast_epilogue: bool = False
     heavy_experts: bool = False
@@ -60,6 +62,7 @@ class Tuning:
             (self.down_waves in (1, 2, MAX_WAVES), f"down_waves must be 1, 2 or {MAX_WAVES}"),
             (self.wave_sms >= 0, "wave_sms must not be negative"),
             (self.combine_tokens in (1, 2, 4), "combine_tokens must be 1, 2 or 4"),
+            (self.combine_lead > 0, "combine_lead must be positive"),
             (chunk >= 16 and chunk & (chunk - 1) == 0, "plan_chunk must be a power of two from 16 on"),
         ):
             if not good:
