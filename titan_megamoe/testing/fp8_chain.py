@@ -92,7 +92,8 @@ def reference_rows(x: Tensor) -> Fp8Rows:
 def reference_weights(weights: Sequence[Tensor]) -> QuantizedWeight:
     """Matrices (e, M, N) one after the other, by the quantizer that defines the format."""
     pairs = [quantize_weight_128x128(matrix) for w in weights for matrix in w]
-    data, scale = (torch.stack([pair[i] for pair in pairs]) for i in range(2))
+    data = torch.stack([data.view(torch.uint8) for data, _ in pairs]).view(torch.float8_e4m3fn)
+    scale = torch.stack([scale for _, scale in pairs])
     return QuantizedWeight(data, scale, data.transpose(1, 2).contiguous(), scale.transpose(1, 2).contiguous())
 
 
