@@ -87,6 +87,7 @@ PROBLEMS = {
     "one rank": Problem(tokens=(300, 200), hidden=512, intermediate=320, routing="rank0", seed=5),
 }
 ALONE = ("zipf", "hot")  # the problems that EP = 1 takes too
+TOKENS = 16384
 REPEATS = 4
 SLEEP = 3_000_000  # GPU cycles
 LIMIT = 1.1
@@ -138,7 +139,7 @@ def _arguments(target: Target, device: torch.device) -> tuple[list[Any], torch.T
     """A call's arguments, dy and config, of the sizes that the kernels are compiled for."""
     if target.what in MODELS:
         hidden, inter = MODELS[target.what]
-        e, tokens = EXPERTS // target.world, 2048  # as many specialise the kernels as 16384 do
+        e, tokens = EXPERTS // target.world, TOKENS
         ids, weights = routing(tokens, device, 0)
         x = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=device)
         w1, w3 = (x.new_empty(e, inter, hidden) for _ in range(2))
@@ -199,6 +200,7 @@ def compile_target(job: tuple[Target, list[str], int]) -> str | None:
         return f"{target}: {traceback.format_exc(limit=-4)}"
     finally:
         JITFunction.run, fused._prepare = launch, prepare
+        torch.cuda.empty_cache()
     return None
 
 
@@ -210,8 +212,13 @@ def compile_all(names: list[str], models: list[str], world: int, check: bool) ->
         targets += [Target(p, 1, 0) for p in ALONE]
     gpus = max(torch.cuda.device_count(), 1)
     first = [(t, names[:1], i % gpus) for i, t in enumerate(targets)]
-    rest = [(t, [n], i % gpus) for n in names[1:] for i, t in enumerate(targets)]
-    workers = min(24, os.cpu_count() or 1)
+    rest = [
+        (t, [n], i % gpus)
+        for n in names[1:]
+        for i, t in enumerate(targets)
+        if t.what in PROBLEMS or not SETTINGS[n].multi_pass
+    ]
+    workers = min(8 * gpus, os.cpu_count() or 1)  # one takes up to 20 GB
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         results = pool.map(compile_target, first, chunksize=1) + pool.map(compile_target, rest, chunksize=1)
     return [text for text in results if text]
@@ -474,7 +481,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--world", type=int, default=torch.cuda.device_count())
     parser.add_argument("--models", default="30b,235b")
-    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument(
         "--settings", default=",".join(SETTINGS), help="names of SETTINGS; the default comes first"
