@@ -176,7 +176,10 @@ def compile_target(job: tuple[Target, list[str], int]) -> str | None:
     from triton.runtime.jit import JITFunction
 
     target, settings, gpu = job
-    device = torch.device("cuda", gpu) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", gpu)
+        torch.cuda.set_device(device)
     launch = JITFunction.run
 
     def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
