@@ -126,3 +126,32 @@ def test_cache_outgrows_its_bound():
     assert len(set(sizes)) == 1 and cache.quantize.runs == 6
     assert right(cache, *layers[-1]) and cache.quantize.runs == 6
     assert right(cache, *layers[0]) and cache.quantize.runs == 8
+
+
+def test_unverified_fp8_is_reachable_or_refused_without_a_reason(monkeypatch):
+    from titan_megamoe import MegaMoEConfig, backends
+    from titan_megamoe.backends.hopper import fp8_backend, tuning
+
+    cpu = torch.device("cpu")
+    for precision in ("fp8", "fp8_bwd"):
+        config = MegaMoEConfig(backend="fused", precision=precision)
+        registered = backends.unavailable_reason("fused", cpu, None, config)
+        assert registered and precision in registered
+    backend = fp8_backend.Fp8FusedBackend()
+    fp8 = MegaMoEConfig(precision="fp8")
+    assert "Hopper" in (backend.unavailable(cpu, None, fp8) or "")
+    for config, reason in (
+        (MegaMoEConfig(precision="mxfp8"), "mxfp8"),
+        (MegaMoEConfig(precision="fp8", wgrad_precision="fp8"), "wgrad_precision='bf16'"),
+    ):
+        assert reason in (backend.unavailable(cpu, None, config) or "")
+    with tuning.use(tuning.Tuning(multi_pass=True)):
+        assert "multi_pass" in (backend.unavailable(cpu, None, fp8) or "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability in ((8, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, c=capability: c)
+        reason = backend.unavailable(torch.device("cuda"), None, fp8) or ""
+        assert "9.0" in reason and f"{capability[0]}.0" in reason
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(fp8_backend, "why_no_kernels", lambda: "no compiler")
+    assert backend.unavailable(torch.device("cuda"), None, fp8) == "no compiler"

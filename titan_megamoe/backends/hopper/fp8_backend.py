@@ -57,6 +57,8 @@ class Fp8FusedBackend(FusedBackend):
             return f"its kernels compute in bf16 and fp8, not {config.precision!r}"
         if config.wgrad_precision != "bf16":
             return "its weight gradients have bf16 operands so far; set wgrad_precision='bf16'"
+        if tuning.current().multi_pass:
+            return "it makes one pass over its rows in fp8; switch multi_pass off (tuning.py)"
         like_bf16 = dataclasses.replace(config, precision="bf16")
         return super().unavailable(device, group, like_bf16) or why_no_kernels()
 
