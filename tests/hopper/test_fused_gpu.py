@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from titan_megamoe import MegaMoEConfig, mega_moe
+from titan_megamoe.backends.hopper import tuning
 from titan_megamoe.errors import AgreementError, BoundError, ConfigError, MegaMoEError
+from titan_megamoe.testing.oracle import relative_l2
 from titan_megamoe.testing.problems import Problem, device_of, ep_group, leaves
 from titan_megamoe.workspace import existing_workspace, release_workspaces, workspace_bytes
 
@@ -129,6 +131,32 @@ def test_passing_max_routed_rows_drops_tokens_on_some_rank(rank_pool):
     for (kind, text), fine in rank_pool(2, "cuda").run(_bound):
         assert kind == BoundError.__name__ and "256 routed rows" in text, text
         assert "rank 0 would" in text and fine
+
+
+def _in_passes(rank: int):
+    """What has other bits in several passes, of y, dx, dweights; the distance of the weights' gradients."""
+    problem = Problem(tokens=(200, 150), routing="rank0")
+
+    def run(**bounds: int) -> list[torch.Tensor]:
+        config = MegaMoEConfig(backend="fused", max_tokens_per_rank=200, timeout_s=2.0, **bounds)
+        *arguments, dy = leaves(problem, rank, device_of(rank))
+        y = mega_moe(*arguments, group=ep_group(2), config=config)
+        y.backward(dy)
+        return [y.detach(), *(arguments[at].grad for at in (0, 2, 3, 4, 5))]
+
+    whole = run()
+    with tuning.use(tuning.Tuning(multi_pass=True)):
+        parts = run(max_routed_rows=256)  # 4 windows of 64 tokens
+    torch.cuda.synchronize()
+    names = ("y", "dx", "dweights")
+    other = [n for n, a, b in zip(names, whole, parts, strict=False) if not torch.equal(a, b)]
+    return other, [relative_l2(b, a) for a, b in zip(whole[3:], parts[3:], strict=True)]
+
+
+@TWO
+def test_several_passes_lose_a_token_or_change_its_result(rank_pool):
+    for other, distances in rank_pool(2, "cuda").run(_in_passes):
+        assert not other and max(distances) < 4e-3, (other, distances)
 
 
 def _too_many_tokens(rank: int):
