@@ -51,6 +51,9 @@ CALM = (
 )
 """A job in which bf16 rounding seldom turns into another choice of expert, for `reference`."""
 
+FORCED = "--debug.moe_force_load_balance"
+"""TorchTitan's switch for routing in turn: rounding cannot change the choice of an expert at all."""
+
 STEP_LINE = re.compile(r"step:\s+(\d+)\s+loss:\s+(\S+)\s+grad_norm:\s+(\S+)")
 
 # Rank 0 sleeps two seconds after every training, which a dozen short runs need not.
@@ -232,6 +235,7 @@ def two_ranks(run: Runner) -> dict[str, Any]:
         out[f"{name} blocks"] = [type(b).__name__ for b in _blocks(result["trainer"])]
     for name, backend in (("stock", None), ("reference", "reference")):
         out[f"{name} calm"] = run.train(*CALM, backend=backend, ep=2)["printed"]
+        out[f"{name} without ties"] = run.train(*CALM, FORCED, backend=backend, ep=2)["printed"]
     accumulate = ("--training.global_batch_size=16",)
     for name, backend in (("stock", None), ("all_to_all", "all_to_all")):
         out[f"{name} accumulated"] = run.train(*accumulate, backend=backend, ep=2)["printed"]
