@@ -148,10 +148,16 @@ def _collect_layers(rows: Rows) -> Any:
     for model in FULL_MODELS:
         bars: dict[str, dict[str, float]] = {}
         ideal: dict[str, float] = {}
-        for r in rows:
-            if (r["kind"], r["source"], r["model"]) != ("layer", "measured", model) or r["router"]:
-                continue
-            if r["tokens"] != 16384 or r["ep"] != 2 or r["routing"] != "uniform":
+        comparable = [
+            r
+            for r in rows
+            if (r["kind"], r["source"], r["model"]) == ("layer", "measured", model)
+            and (r["router"], r["tokens"], r["ep"], r["routing"]) == (False, 16384, 2, "uniform")
+        ]
+        # Only times of one launch stand side by side: the newest that measured the fused backend.
+        runs = [r["run"] for r in sorted(comparable, key=lambda r: r["date"]) if r["impl"] == "mega_moe"]
+        for r in comparable:
+            if not runs or r["run"] != runs[-1]:
                 continue
             name = f"{r['impl']} {r['precision']}"
             old = bars.setdefault(name, {}).get(r["phase"], r["ms_median"])
