@@ -79,7 +79,7 @@ def mega_moe(
     x = x.to(torch.bfloat16)
     needs = _needs(x, topk_weights, w1, w3, w2)
     if composite:
-        return _apply_composite(x, topk_ids, topk_weights, w1, w3, w2, name, config, needs)
+        return _apply_composite(x, topk_ids, topk_weights, w1, w3, w2, name, config.text, needs.bits)
     y = torch.ops.titan_megamoe.forward(x, topk_ids, topk_weights, w1, w3, w2, name, config.text, needs.bits)[
         0
     ]
@@ -107,7 +107,7 @@ def _backend(device_type: str, group: str, config: str) -> Backend:
 
 @torch.compiler.disable
 def _apply_composite(x, topk_ids, topk_weights, w1, w3, w2, group, config, needs) -> Tensor:
-    backend = _backend(x.device.type, group, config.text)
+    backend = _backend(x.device.type, group, config)
     assert isinstance(backend, CompositeBackend)
     return backend.apply(_call(x, topk_ids, topk_weights, w1, w3, w2, group, config, needs))
 
@@ -131,9 +131,10 @@ def _call(
     w3: Tensor,
     w2: Tensor,
     group: str,
-    config: MegaMoEConfig,
-    needs: Needs,
+    config: str,
+    needs: int,
 ) -> MoECall:
+    """The call as the custom ops carry it: group by name, config as text, needs as bits."""
     return MoECall(
         x=x.contiguous(),
         topk_ids=topk_ids.contiguous(),
@@ -142,8 +143,8 @@ def _call(
         w3=w3.contiguous(),
         w2=w2.contiguous(),
         group=group_from_name(group),
-        config=config,
-        needs=needs,
+        config=MegaMoEConfig.from_text(config),
+        needs=Needs.from_bits(needs),
     )
 
 
@@ -165,20 +166,14 @@ def _forward(
     config: str,
     needs: int,
 ) -> list[Tensor]:
-    call = _call(
-        x, topk_ids, topk_weights, w1, w3, w2,
-        group, MegaMoEConfig.from_text(config), Needs.from_bits(needs),
-    )  # fmt: skip
+    call = _call(x, topk_ids, topk_weights, w1, w3, w2, group, config, needs)
     y, saved = _explicit(call).forward(call)
     return [y, *saved]
 
 
 @_forward.register_fake
 def _forward_fake(x, topk_ids, topk_weights, w1, w3, w2, group, config, needs):
-    call = _call(
-        x, topk_ids, topk_weights, w1, w3, w2,
-        group, MegaMoEConfig.from_text(config), Needs.from_bits(needs),
-    )  # fmt: skip
+    call = _call(x, topk_ids, topk_weights, w1, w3, w2, group, config, needs)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return [y, *_explicit(call).fake_saved(call)]
 
@@ -197,10 +192,7 @@ def _backward(
     config: str,
     needs: int,
 ) -> list[Tensor]:
-    call = _call(
-        x, topk_ids, topk_weights, w1, w3, w2,
-        group, MegaMoEConfig.from_text(config), Needs.from_bits(needs),
-    )  # fmt: skip
+    call = _call(x, topk_ids, topk_weights, w1, w3, w2, group, config, needs)
     grads = _explicit(call).backward(call, list(saved), dy.contiguous())
     # A custom op returns no None: what was not asked for is a tensor of size 0.
     return [dy.new_empty(0) if g is None else g for g in grads]
