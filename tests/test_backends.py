@@ -12,6 +12,7 @@ from matrix import IMPLEMENTATIONS
 
 from titan_megamoe import ConfigError, MegaMoEConfig, UnsupportedError, mega_moe
 from titan_megamoe import backends as registry
+from titan_megamoe.group import PerGroup
 from titan_megamoe.testing.problems import Problem, leaves
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -24,7 +25,7 @@ def gpu_of(monkeypatch):
     def pretend(capability: tuple[int, int]) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: capability)
-        monkeypatch.setattr(registry, "_resolved", {})
+        monkeypatch.setattr(registry, "_resolved", PerGroup(dict))
 
     return pretend
 
@@ -58,14 +59,14 @@ def test_auto_takes_the_best_and_says_why_once(gpu_of, caplog, capability, expec
 
 
 def test_auto_on_the_cpu_names_what_it_passed_over(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(registry, "_resolved", {})
+    monkeypatch.setattr(registry, "_resolved", PerGroup(dict))
     with caplog.at_level(logging.INFO, "titan_megamoe"):
         assert registry.resolve_backend(CPU, None, MegaMoEConfig()) == "all_to_all"
     assert "fused: it needs a Hopper GPU" in caplog.text
 
 
 def test_auto_in_fp8_takes_the_emulation_not_bf16(monkeypatch) -> None:
-    monkeypatch.setattr(registry, "_resolved", {})
+    monkeypatch.setattr(registry, "_resolved", PerGroup(dict))
     assert registry.resolve_backend(CPU, None, MegaMoEConfig(precision="fp8")) == "reference"
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
+import time
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titan_megamoe import AgreementError, BoundError, ConfigError, MegaMoEConfig, mega_moe
 from titan_megamoe.backends import get_backend
 from titan_megamoe.backends.base import MoECall, Needs
+from titan_megamoe.group import PerGroup
 from titan_megamoe.testing.oracle import assert_within, compare, relative_l2
 from titan_megamoe.testing.problems import (
     GRADIENT_NAMES,
@@ -390,6 +393,77 @@ def test_weights_in_fp32_get_gradients_that_keep_fp32_precision() -> None:
     assert result["dw1"].dtype is torch.float32
     rounded = result["dw1"].bfloat16().float()
     assert not torch.equal(result["dw1"], rounded), "dW was rounded to bf16 on its way to an fp32 parameter"
+
+
+# ---- what surrounds a call ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [p.values[0] for p in IMPLEMENTATIONS if p.values[1] == "cpu"], ids=str)
+def test_a_callers_autocast_never_reaches_the_math(config) -> None:
+    results = []
+    for enabled in (False, True):
+        *arguments, dy = leaves(Problem(tokens=(48,), hidden=128, intermediate=64), 0, torch.device("cpu"))
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y = mega_moe(*arguments, config=config)
+            y.backward(dy)
+        results.append([y.detach(), *(arguments[i].grad for i in (0, 2, 3, 4, 5))])
+    for plain, inside in zip(*results, strict=True):
+        assert torch.equal(plain, inside)
+
+
+def _ids_of_two_kinds(rank: int, config: MegaMoEConfig) -> dict:
+    *arguments, dy = leaves(SMALL, rank, device_of(rank))
+    arguments[1] = arguments[1].to(torch.int32 if rank == 0 else torch.int64)
+    y = mega_moe(*arguments, group=ep_group(2), config=config)
+    y.backward(dy)
+    grads = [arguments[i].grad.cpu() for i in (0, 2, 3, 4, 5)]
+    return {"y": y.detach().cpu(), **dict(zip(GRADIENT_NAMES, grads, strict=True))}
+
+
+@pytest.mark.parametrize(("config", "device"), [p for p in UNFUSED if p.values[1] == "cpu"])
+def test_int32_ids_on_one_rank_and_int64_on_another_are_the_same_ids(rank_pool, config, device) -> None:
+    check(assemble(rank_pool(2, device).run(_ids_of_two_kinds, config)), SMALL, config.precision)
+
+
+def test_what_is_kept_for_a_group_is_not_found_under_its_names_next_owner() -> None:
+    class Group:
+        group_name = "1"
+
+    kept: PerGroup[int] = PerGroup(int)
+    first, second = Group(), Group()
+    kept.set(first, 3)
+    assert kept.get(first) == 3 and kept.get(second) == 0 and kept.get(None) == 0
+    del first
+    gc.collect()
+    assert len(kept._of) == 1, "what a group had goes with it"
+
+
+def _refuses_alone(rank: int, config: MegaMoEConfig) -> float:
+    if rank == 1:
+        time.sleep(6)
+        return 0.0
+    *arguments, _ = leaves(SMALL, rank, device_of(rank))
+    arguments[2] = arguments[2].detach().bfloat16()
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="topk_weights is bfloat16"):
+        mega_moe(*arguments, group=ep_group(2), config=config)
+    return time.monotonic() - began
+
+
+def test_a_refusing_rank_waits_for_its_peers_no_longer_than_the_timeout() -> None:
+    with RankPool(2, timeout_s=60) as pool:
+        waited = pool.run(_refuses_alone, MegaMoEConfig(backend="all_to_all", timeout_s=1.5))[0]
+    assert waited < 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"debug": "no"}, "debug is 'no'"), ({"timeout_s": "300"}, "timeout_s is '300'"),
+     ({"timeout_s": float("inf")}, "timeout_s is inf")],
+)  # fmt: skip
+def test_an_option_of_the_wrong_type_is_named(options, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MegaMoEConfig(**options)
 
 
 # ---- shapes of real models (case 20) -------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .backends.base import MoECall
 from .errors import AgreementError, BoundError, ConfigError, UnsupportedError
-from .group import group_rank, group_size
+from .group import PerGroup, group_rank, group_size
 
 MAX_EXPERTS = 2048
 """Largest E of the unfused backends: the exchange has one fixed size, whatever a rank believes E to be."""
@@ -63,7 +63,7 @@ class Agreement:
     counts: Tensor
 
 
-_call_numbers: dict[str, int] = {}
+_call_numbers: PerGroup[int] = PerGroup(int)
 
 
 def agree(
@@ -108,15 +108,17 @@ def call_header(call: MoECall, phase: Phase) -> CallHeader:
     )
 
 
-def announce_refusal(group: dist.ProcessGroup | None, device: torch.device, reason: str) -> None:
+def announce_refusal(
+    group: dist.ProcessGroup | None, device: torch.device, reason: str, timeout_s: float
+) -> None:
     """Tell the peers, in place of a forward, that this rank refuses its call: all ranks raise."""
-    agree(group, CallHeader(phase=Phase.FORWARD, refusal=reason), device)
+    agree(group, CallHeader(phase=Phase.FORWARD, refusal=reason), device, timeout_s=timeout_s)
 
 
 def _next_call_number(group: dist.ProcessGroup | None) -> int:
-    name = "" if group is None else group.group_name
-    _call_numbers[name] = _call_numbers.get(name, 0) + 1
-    return _call_numbers[name]
+    number = _call_numbers.get(group) + 1
+    _call_numbers.set(group, number)
+    return number
 
 
 def _encode(

@@ -81,8 +81,12 @@ class MegaMoEConfig:
                 "MegaMoEConfig.wgrad_precision is 'fp8' but precision is 'bf16'; fp8 weight gradients need "
                 "precision 'fp8' or 'fp8_bwd'."
             )
-        if not self.timeout_s > 0:
+        seconds = self.timeout_s
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < 1e9:
             raise ConfigError(f"MegaMoEConfig.timeout_s is {self.timeout_s!r}; it must be > 0 seconds.")
+        object.__setattr__(self, "timeout_s", float(seconds))
+        if not isinstance(self.debug, bool):
+            raise ConfigError(f"MegaMoEConfig.debug is {self.debug!r}; it must be true or false.")
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
         object.__setattr__(self, "text", json.dumps(values, sort_keys=True))
 

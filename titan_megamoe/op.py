@@ -66,6 +66,8 @@ def mega_moe(
         UnsupportedError: the requested backend or precision cannot run here.
         AgreementError, BoundError: the ranks' calls do not fit together, or a bound was passed.
     """
+    if not isinstance(x, Tensor):
+        raise ConfigError(f"x is a {type(x).__name__}; mega_moe needs a torch.Tensor.")
     world = group_size(group)
     name = group_name(group)
     composite = _is_composite(x.device.type, name, config.text)
@@ -120,7 +122,7 @@ def _tell_peers(x: Tensor, group: str, config: MegaMoEConfig, error: ConfigError
     # The exchange raises here as on every rank; this rank raises its own reason instead.
     with contextlib.suppress(MegaMoEError):
         backend = _backend(x.device.type, group, config.text)
-        backend.refuse(group_from_name(group), x.device, str(error))
+        backend.refuse(group_from_name(group), x.device, str(error), config.timeout_s)
 
 
 def _call(
@@ -167,7 +169,8 @@ def _forward(
     needs: int,
 ) -> list[Tensor]:
     call = _call(x, topk_ids, topk_weights, w1, w3, w2, group, config, needs)
-    y, saved = _explicit(call).forward(call)
+    with torch.autocast(x.device.type, enabled=False):  # a caller's autocast must not reach the math
+        y, saved = _explicit(call).forward(call)
     return [y, *saved]
 
 
@@ -193,7 +196,8 @@ def _backward(
     needs: int,
 ) -> list[Tensor]:
     call = _call(x, topk_ids, topk_weights, w1, w3, w2, group, config, needs)
-    grads = _explicit(call).backward(call, list(saved), dy.contiguous())
+    with torch.autocast(x.device.type, enabled=False):
+        grads = _explicit(call).backward(call, list(saved), dy.contiguous())
     # A custom op returns no None: what was not asked for is a tensor of size 0.
     return [dy.new_empty(0) if g is None else g for g in grads]
 

@@ -21,7 +21,6 @@ and x and partial do not exist. NVLink multicast is not used.
 from __future__ import annotations
 
 import logging
-import weakref
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +31,7 @@ from .agreement import CallHeader, Phase, agree
 from .backends.hopper.layout import COMBINE_TOKENS, MAIL_WORDS, MAX_WAVES, PROGRESS_AT, STATE_WORDS
 from .backends.hopper.status import WORDS, error_from
 from .errors import BoundError, UnsupportedError
-from .group import group_name, group_rank, group_size
+from .group import PerGroup, group_rank, group_size
 
 logger = logging.getLogger("titan_megamoe")
 
@@ -207,8 +206,15 @@ def _header(geometry: Geometry) -> CallHeader:
     )
 
 
-_workspaces: dict[str, dict[tuple[int, int, int, bool], Workspace]] = {}
-_last_used: dict[str, Workspace] = {}
+class _Kept:
+    """A group's workspaces by (device index, max_tokens, top_k, hidden, fp8), and the one used last."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[tuple[int | None, int, int, int, bool], Workspace] = {}
+        self.last: Workspace | None = None
+
+
+_kept: PerGroup[_Kept] = PerGroup(_Kept)
 
 
 def get_workspace(
@@ -226,17 +232,13 @@ def get_workspace(
     `max_tokens` 0: the largest `num_tokens` of any rank at the first call, rounded up to a power of two,
     at least MIN_TOKENS. Raises BoundError when this rank's `num_tokens` does not fit.
     """
-    key = (max_tokens, top_k, hidden, fp8)
-    name = group_name(group)
-    mine = _workspaces.get(name)
-    if mine is None:
-        mine = _workspaces[name] = {}
-        if group is not None:
-            weakref.finalize(group, release_workspaces, name)
-    workspace = mine.get(key)
+    kept = _kept.get(group)
+    key = (device.index, max_tokens, top_k, hidden, fp8)
+    workspace = kept.by_key.get(key)
     if workspace is None:
-        workspace = mine[key] = _create(group, device, num_tokens, *key)
-    _last_used[name] = workspace
+        workspace = _create(group, device, num_tokens, max_tokens, top_k, hidden, fp8)
+        kept.by_key[key] = workspace
+    kept.last = workspace
     bound = workspace.geometry.max_tokens
     if num_tokens > bound:
         workspace.refuse()
@@ -273,10 +275,10 @@ def _create(
 
 def existing_workspace(group: dist.ProcessGroup | None) -> Workspace | None:
     """The workspace that the group used last, if any."""
-    return _last_used.get(group_name(group))
+    kept = _kept.peek(group)
+    return None if kept is None else kept.last
 
 
-def release_workspaces(name: str) -> None:
-    """Free the workspaces of the group of that name; called when the group is collected."""
-    _workspaces.pop(name, None)
-    _last_used.pop(name, None)
+def release_workspaces(group: dist.ProcessGroup | None) -> None:
+    """Free the group's workspaces now; without this they go when the group is collected."""
+    _kept.drop(group)

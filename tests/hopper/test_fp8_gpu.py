@@ -43,7 +43,7 @@ def _run(rank: int, problem: Problem, precision: str, repeats: int = 1):
     registered = backends._MODULES["fused"]
     backends._MODULES["fused"] = ("titan_megamoe.backends.hopper.fp8_backend", "Fp8FusedBackend")
     backends.get_backend.cache_clear()
-    backends._resolved.clear()
+    backends._resolved.drop(None)
     try:
         config = MegaMoEConfig(backend="fused", precision=precision, timeout_s=20.0)
         runs = [run_rank(rank, problem, config) for _ in range(repeats)]
@@ -51,7 +51,7 @@ def _run(rank: int, problem: Problem, precision: str, repeats: int = 1):
     finally:
         backends._MODULES["fused"] = registered
         backends.get_backend.cache_clear()
-        backends._resolved.clear()
+        backends._resolved.drop(None)
     same = all(
         torch.equal(a, b) for run in runs[1:] for a, b in zip(run.values(), runs[0].values(), strict=True)
         if a is not None

@@ -196,11 +196,10 @@ def _memory(rank: int, rounds: int):
         assert existing_workspace(group).geometry.num_bytes == size
         dist.barrier()
         last = weakref.ref(existing_workspace(group))
-        name = group.group_name
         dist.destroy_process_group(group)
+        release_workspaces(group)
         del group
         gc.collect()
-        release_workspaces(name)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         dist.barrier()

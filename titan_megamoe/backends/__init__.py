@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ..config import MegaMoEConfig
 from ..errors import UnsupportedError
+from ..group import PerGroup
 from .base import Backend
 
 logger = logging.getLogger("titan_megamoe")
@@ -55,18 +56,14 @@ def resolve_backend(device: torch.device, group: dist.ProcessGroup | None, confi
     An explicit name is taken or refused (UnsupportedError with the reason), never replaced. `auto` takes the
     first of the registry that can run and logs, once per group and config, which and why.
     """
-    name = "" if group is None else group.group_name
-    return _resolve(device.type, name, config, group)
+    known = _resolved.get(group)
+    key = (device.type, config)
+    if key not in known:
+        known[key] = _choose(torch.device(device.type), group, config)
+    return known[key]
 
 
-_resolved: dict[tuple[str, str, MegaMoEConfig], str] = {}
-
-
-def _resolve(device_type: str, name: str, config: MegaMoEConfig, group: dist.ProcessGroup | None) -> str:
-    key = (device_type, name, config)
-    if key not in _resolved:
-        _resolved[key] = _choose(torch.device(device_type), group, config)
-    return _resolved[key]
+_resolved: PerGroup[dict[tuple[str, MegaMoEConfig], str]] = PerGroup(dict)
 
 
 def _choose(device: torch.device, group: dist.ProcessGroup | None, config: MegaMoEConfig) -> str:
@@ -84,9 +81,3 @@ def _choose(device: torch.device, group: dist.ProcessGroup | None, config: MegaM
             return candidate
         passed_over.append(f"{candidate}: {reason}")
     raise UnsupportedError("no backend can run here: " + "; ".join(passed_over))
-
-
-def forget_group(name: str) -> None:
-    """Drop what was resolved for a group that is being destroyed."""
-    for key in [k for k in _resolved if k[1] == name]:
-        del _resolved[key]

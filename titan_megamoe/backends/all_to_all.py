@@ -137,8 +137,10 @@ class AllToAllBackend(ExplicitBackend):
             rows_TK_H=call.x.new_empty(call.num_tokens * call.top_k, call.hidden),
         )
 
-    def refuse(self, group: dist.ProcessGroup | None, device: torch.device, reason: str) -> None:
-        announce_refusal(group, device, reason)
+    def refuse(
+        self, group: dist.ProcessGroup | None, device: torch.device, reason: str, timeout_s: float
+    ) -> None:
+        announce_refusal(group, device, reason, timeout_s)
 
     @staticmethod
     def _keep(

@@ -113,7 +113,9 @@ class Backend(ABC):
     ) -> str | None:
         """Why this backend cannot run such a call here; None when it can. No side effects, cheap."""
 
-    def refuse(self, group: dist.ProcessGroup | None, device: torch.device, reason: str) -> None:
+    def refuse(
+        self, group: dist.ProcessGroup | None, device: torch.device, reason: str, timeout_s: float
+    ) -> None:
         """Tell the peers of `group`, in place of a call, that this rank refuses it: they raise too.
 
         May raise what the peers raise. The default tells nobody.

@@ -39,7 +39,7 @@ class ReferenceBackend(ExplicitBackend):
         ranks = agree(
             call.group, call_header(call, phase), call.x.device, call.topk_ids, call.config.timeout_s
         )
-        x, ids, weights = (_gather(t, ranks, call) for t in (call.x, call.topk_ids, call.topk_weights))
+        x, ids, weights = (_gather(t, ranks, call) for t in (call.x, call.topk_ids.int(), call.topk_weights))
         partial_y = torch.zeros_like(x, dtype=torch.float32)
         for e in range(call.num_local_experts):
             token, slot = _rows_of(ids, call.first_expert + e)
@@ -58,7 +58,7 @@ class ReferenceBackend(ExplicitBackend):
             timeout_s=call.config.timeout_s,
         )
         x, ids, weights, dy_all = (
-            _gather(t, ranks, call) for t in (call.x, call.topk_ids, call.topk_weights, dy)
+            _gather(t, ranks, call) for t in (call.x, call.topk_ids.int(), call.topk_weights, dy)
         )
         dx = torch.zeros_like(x, dtype=torch.float32) if needs.x else None
         dweights = torch.zeros_like(weights) if needs.topk_weights else None
@@ -105,8 +105,10 @@ class ReferenceBackend(ExplicitBackend):
     def fake_saved(self, call: MoECall) -> list[Tensor]:
         return []
 
-    def refuse(self, group: dist.ProcessGroup | None, device: torch.device, reason: str) -> None:
-        announce_refusal(group, device, reason)
+    def refuse(
+        self, group: dist.ProcessGroup | None, device: torch.device, reason: str, timeout_s: float
+    ) -> None:
+        announce_refusal(group, device, reason, timeout_s)
 
 
 def _recipe(call: MoECall) -> Recipe:

@@ -236,7 +236,9 @@ def _train(
 
 def _chosen(log: Path) -> str:
     """The `impl` of the backend that auto chose, from the converter's own line in the log."""
-    match = re.search(r"run on backend '(\w+)'", log.read_text(errors="replace"))
+    match = re.search(
+        r"(?:run on backend|backend auto takes) '(?!auto')(\w+)'", log.read_text(errors="replace")
+    )
     name = match[1] if match else "auto"
     return "mega_moe" if name == "fused" else name
 

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     for model in args.model or ["qwen3-30b-a3b"]:
         shape = SHAPES[model]
-        weights = make_weights(shape, rank, world, torch.device("cuda", rank))
+        weights = make_weights(shape, rank, world, torch.device("cuda", torch.cuda.current_device()))
         for tokens in args.tokens or [16384]:
             ceilings = None if args.no_ceilings else measure_ceilings(shape, tokens, world, group)
             for routing in args.routing or ["uniform"]:

@@ -134,4 +134,7 @@ def _serve(
             answer = (True, function(rank, *args))
         except BaseException:
             answer = (False, traceback.format_exc())
-        pipe.send(answer)
+        try:
+            pipe.send(answer)
+        except Exception:  # what cannot be pickled
+            pipe.send((False, traceback.format_exc()))

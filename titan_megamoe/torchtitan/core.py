@@ -110,7 +110,8 @@ def dense_line(model: str) -> str:
 
 def blocks_line(blocks: int, model: str, backend: str, config: MegaMoEConfig, ep: int, more: str = "") -> str:
     """The log line that says what runs: `backend` is what `config.backend` was resolved to, if it was yet."""
-    chosen = "as asked" if config.backend == backend else "chosen by auto"
+    asked = "as asked" if config.backend == backend else "chosen by auto"
+    chosen = "chosen at the first call" if backend == "auto" else asked
     bound = (
         f"up to {config.max_tokens_per_rank} tokens a rank" if config.max_tokens_per_rank else "any tokens"
     )

@@ -140,7 +140,7 @@ def _stop(process: subprocess.Popen[str], late: threading.Event) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
         try:
-            process.wait(timeout=20)
+            process.wait(timeout=45)  # torchrun gives its ranks 30 s; they are not in its group
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
 

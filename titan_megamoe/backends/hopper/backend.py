@@ -33,7 +33,7 @@ from .dispatch_gemm1 import Dispatch, dispatch_gemm1
 from .dispatch_specialized import dispatch_specialized, fits
 from .down_combine import down_and_combine
 from .expand import expand
-from .gemm_common import check_dims
+from .gemm_common import SPECIALIZED, check_dims, grid_size, operand
 from .gemm_down_backward import gemm_down_backward
 from .gemm_up_backward import gemm_up_backward
 from .passes import backward_in_passes, forward_in_passes, recv_rows
@@ -59,7 +59,9 @@ class FusedBackend(ExplicitBackend):
             return f"it needs a Hopper GPU (compute capability 9.0), this one has {found}"
         return None if group is None else _one_domain(group)
 
-    def refuse(self, group: dist.ProcessGroup | None, device: torch.device, reason: str) -> None:
+    def refuse(
+        self, group: dist.ProcessGroup | None, device: torch.device, reason: str, timeout_s: float
+    ) -> None:
         """Peers of a rank that refuses its call get an error, also when they already wait for it."""
         if group is None:
             return
@@ -67,10 +69,12 @@ class FusedBackend(ExplicitBackend):
         if workspace is not None:
             workspace.refuse()
         else:  # the first call: the peers are about to size the workspace together
-            announce_refusal(group, device, reason)
+            announce_refusal(group, device, reason, timeout_s)
 
     def forward(self, call: MoECall) -> tuple[Tensor, list[Tensor]]:
+        # All that can fail on the host comes before the peers are met.
         check_dims(call.hidden, call.intermediate)
+        w1, w3, w2 = _operands(call)
         save = any(call.needs)
         workspace, shape = _prepare(call)
         config, signature = call.config, _signature(
@@ -101,7 +105,6 @@ class FusedBackend(ExplicitBackend):
                 workspace.mail, workspace.delta, workspace.state, workspace.report, world=shape.world,
                 rank=shape.rank, signature=signature, timeout_s=config.timeout_s,
             )  # fmt: skip
-        w1, w3, w2 = (w.bfloat16() for w in (call.w1, call.w3, call.w2))
         dispatch: Dispatch = dispatch_gemm1
         if tuned.gemm1 == "specialized" and fits(call.hidden):
             dispatch = dispatch_specialized
@@ -120,6 +123,7 @@ class FusedBackend(ExplicitBackend):
         return y, [plan.flat, gate_up, recv]
 
     def backward(self, call: MoECall, saved: list[Tensor], dy: Tensor) -> Gradients:
+        w1, w3, w2 = _operands(call)
         workspace, shape = _prepare(call)
         signature = _signature(call, shape, Phase.BACKWARD)
         if tuning.current().multi_pass and shape.passes > 1:
@@ -130,7 +134,6 @@ class FusedBackend(ExplicitBackend):
         reserved, tuned = config.reserved_sms, tuning.current()
         publish(dy, workspace.x, copy_x=shape.world > 1)
         _open(workspace, plan, call, signature, backward=True)
-        w1, w3, w2 = (w.bfloat16() for w in (call.w1, call.w3, call.w2))
         dx = torch.empty_like(call.x) if needs.x else None
         dweights = torch.empty_like(call.topk_weights) if needs.topk_weights else None
         dw1 = dw3 = dw2 = dgu = h = dw_R = rows = arrived = None
@@ -204,6 +207,14 @@ class FusedBackend(ExplicitBackend):
             x.new_empty(2, pool, call.intermediate),
             x.new_empty(recv, call.hidden) if keep else x.new_empty(0),
         ]
+
+
+def _operands(call: MoECall) -> tuple[Tensor, Tensor, Tensor]:
+    """w1, w3, w2 as the kernels take them; ConfigError if reserved_sms leaves no SM to communicate and one to
+    compute.
+    """
+    grid_size(call.x.device, SPECIALIZED, call.config.reserved_sms + (call.world > 1))
+    return operand(call.w1), operand(call.w3), operand(call.w2)
 
 
 def _one_domain(group: dist.ProcessGroup) -> str | None:

@@ -236,6 +236,18 @@ def _combine_kernel(
                     tl.store(dweight_ptr + at, value + bad, mask=slot_mask)
 
 
+def block_counts(grid_chunks: int, own_chunks: int, world: int, lead_chunks: int) -> tuple[int, int]:
+    """Leading sending blocks, and groups of W - 1 sending blocks and one receiving block after them.
+
+    Every chunk of the grid is sent to every peer, whatever this rank's own number of tokens: chunks sent to
+    a peer are the leading ones and one a group.
+    """
+    if world == 1:
+        return 0, own_chunks
+    leading = min(lead_chunks, grid_chunks)
+    return leading * (world - 1), max(grid_chunks - leading, own_chunks)
+
+
 def combine(
     plan: RoutingPlan,
     workspace,
@@ -284,8 +296,7 @@ def combine(
     first_col, last_col = columns or (0, hidden)
     block_h = min(triton.next_power_of_2(last_col - first_col), 1024)
     flags = workspace.flags if wave == 0 else workspace.flags[wave]
-    lead = min(lead_chunks, grid_chunks) * (shape.world - 1)
-    groups = max(grid_chunks - lead, own) if shape.world > 1 else own
+    lead, groups = block_counts(grid_chunks, own, shape.world, lead_chunks)
     _combine_kernel[(lead + groups * shape.world,)](
         dummy if rows is None else rows, plan.slot_row, plan.tokens, plan.ok, ids,
         dummy if out is None else out, dummy if dweight_parts is None else dweight_parts,

@@ -78,6 +78,12 @@ def grid_size(device: torch.device, config: GemmConfig, reserved_sms: int) -> in
     return (sms - reserved_sms) * config.programs_per_sm
 
 
+def operand(weight: Tensor) -> Tensor:
+    """`weight` in bf16 at an address that TMA takes; itself where it is so already."""
+    weight = weight.bfloat16()
+    return weight if weight.data_ptr() % 16 == 0 else weight.clone()
+
+
 def check_matrix(name: str, x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
     """Raise ConfigError unless `x` is a contiguous `dtype` tensor of `shape` that TMA can address."""
     if tuple(x.shape) != tuple(shape) or x.dtype != dtype:
