@@ -22,6 +22,8 @@ IMPLEMENTATIONS = [
         ("reference", "fp8_bwd"),
         ("all_to_all", "bf16"),
         ("fused", "bf16"),
+        ("fused", "fp8"),
+        ("fused", "fp8_bwd"),
     )
     if not (backend == "fused" and device == "cpu")
 ]  # fmt: skip

@@ -8,12 +8,18 @@ import pytest
 import torch
 from matrix import IMPLEMENTATIONS
 
+from titan_megamoe import MegaMoEConfig
 from titan_megamoe.precision.recipes import get_recipe
 from titan_megamoe.testing.oracle import OracleResult, assert_within, compare, moe_oracle, stock_bf16_error
 from titan_megamoe.testing.problems import Problem, assemble, run_rank, tensors
 
 EMULATION_LIMIT = 4e-3
 """Relative L2 against the emulated recipe: only the order of rounding and summation may differ."""
+
+KERNELS_LIMIT = 6e-3
+"""The same for y and dx of kernels. Tensor cores sum e4m3 products to 14 bits: 3.5e-3 of h', and again of
+dg and du, tips to the next e4m3 value (each kernel alone is held to 4e-3, test_fp8_gpu.py). Rows, partial
+sums and the result are rounded to bf16, 1.7e-3 each, which the oracle is not: √(2·3.5² + 3·1.7²) = 5.8e-3."""
 
 PROBLEMS = {
     "one rank": Problem(tokens=(64,)),
@@ -75,12 +81,19 @@ def stock_error(problem: Problem) -> dict[str, float]:
     return stock_bf16_error(t.x, t.ids, t.weights, t.w1, t.w3, t.w2, t.dy, oracle(problem, "bf16"))
 
 
-def check(result: OracleResult, problem: Problem, precision: str) -> None:
+def check(result: OracleResult, problem: Problem, config: MegaMoEConfig) -> None:
+    precision = config.precision
     errors = compare(result, oracle(problem, precision))
     if precision == "bf16":
         assert_within(errors, stock_error(problem), factor=1.1)
-    else:
-        assert_within(errors, EMULATION_LIMIT)
+        return
+    tipped = ("y", "dx") if config.backend == "fused" else ()
+    assert_within(errors, {name: KERNELS_LIMIT if name in tipped else EMULATION_LIMIT for name in errors})
+    exact, stock = oracle(problem, "bf16"), stock_error(problem)
+    emulation = compare(oracle(problem, precision), exact)
+    # Where nothing is quantized, stock's roundings count.
+    limits = {name: max(error, stock[name]) for name, error in emulation.items()}
+    assert_within(compare(result, exact), limits, factor=1.1)
 
 
 @pytest.mark.parametrize(("config", "device", "problem"), CASES)
@@ -89,7 +102,7 @@ def test_op_matches_the_dense_oracle(rank_pool, config, device, problem) -> None
         pytest.skip(f"needs {problem.world} CUDA devices")
     results = rank_pool(problem.world, device).run(run_rank, problem, config)
     result = assemble(results)
-    check(result, problem, config.precision)
+    check(result, problem, config)
     used = tensors(problem).ids.flatten().unique()
     idle = [e for e in range(problem.experts) if e not in used]
     for name in ("dw1", "dw3", "dw2"):

@@ -141,7 +141,7 @@ def test_an_extra_inference_call_never_pairs_with_a_training_call(rank_pool, con
     for result in results:
         assert "phase differs (rank 0: inference, rank 1: forward)" in result["error"]
         assert result["untouched"]
-    check(assemble([r["after"] for r in results]), SMALL, config.precision)
+    check(assemble([r["after"] for r in results]), SMALL, config)
 
 
 def _call_alone(rank: int, config: MegaMoEConfig) -> str:
@@ -225,7 +225,7 @@ def test_one_ranks_bad_argument_is_an_error_on_every_rank(rank_pool, config, dev
     results = rank_pool(2, device).run(_one_rank_refuses, config, fault)
     for result in results:
         assert result["error"] is not None and expected in result["error"][1]
-    check(assemble([r["after"] for r in results]), SMALL, config.precision)
+    check(assemble([r["after"] for r in results]), SMALL, config)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_expert_groups_side_by_side_do_not_disturb_each_other(rank_pool, config,
     results = rank_pool(4, device).run(_run_in_pairs, config)
     for pair in (0, 1):
         problem = dataclasses.replace(SMALL, seed=pair, tokens=(24, 40))
-        check(assemble(results[2 * pair : 2 * pair + 2]), problem, config.precision)
+        check(assemble(results[2 * pair : 2 * pair + 2]), problem, config)
 
 
 # ---- strided inputs (case 24) -------------------------------------------------------------------------
@@ -422,7 +422,7 @@ def _ids_of_two_kinds(rank: int, config: MegaMoEConfig) -> dict:
 
 @pytest.mark.parametrize(("config", "device"), [p for p in UNFUSED if p.values[1] == "cpu"])
 def test_int32_ids_on_one_rank_and_int64_on_another_are_the_same_ids(rank_pool, config, device) -> None:
-    check(assemble(rank_pool(2, device).run(_ids_of_two_kinds, config)), SMALL, config.precision)
+    check(assemble(rank_pool(2, device).run(_ids_of_two_kinds, config)), SMALL, config)
 
 
 def test_what_is_kept_for_a_group_is_not_found_under_its_names_next_owner() -> None:
@@ -474,7 +474,7 @@ def test_an_option_of_the_wrong_type_is_named(options, message) -> None:
 def test_shapes_of_real_models(rank_pool, config, device, hidden, intermediate) -> None:
     problem = Problem(tokens=(40,), experts=2, top_k=1, hidden=hidden, intermediate=intermediate)
     result = assemble(rank_pool(1, device).run(run_rank, problem, config))
-    check(result, problem, config.precision)
+    check(result, problem, config)
 
 
 def test_the_oracle_sees_a_swapped_weight() -> None:

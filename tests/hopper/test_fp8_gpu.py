@@ -8,12 +8,12 @@ import torch
 pytest.importorskip("triton")
 
 import fp8_one_rank
+from test_op import check
 
-from titan_megamoe import MegaMoEConfig, backends
-from titan_megamoe.precision import get_recipe
+from titan_megamoe import MegaMoEConfig
 from titan_megamoe.testing.fp8_chain import LIMIT, chain_errors, make_experts, run_chain
-from titan_megamoe.testing.oracle import assert_within, compare, moe_oracle
-from titan_megamoe.testing.problems import Problem, assemble, run_rank, tensors
+from titan_megamoe.testing.oracle import assert_within
+from titan_megamoe.testing.problems import Problem, assemble, run_rank
 
 pytestmark = pytest.mark.gpu
 
@@ -38,30 +38,19 @@ def test_kernels_differ_from_the_recipe(hidden, intermediate, counts):
     assert_within(chain_errors(experts, run_chain(experts)), LIMIT)
 
 
+def _config(precision: str) -> MegaMoEConfig:
+    return MegaMoEConfig(backend="fused", precision=precision, timeout_s=20.0)
+
+
 def _run(rank: int, problem: Problem, precision: str, repeats: int = 1):
     """Results of the last run, and whether all runs gave the same bits."""
-    registered = backends._MODULES["fused"]
-    backends._MODULES["fused"] = ("titan_megamoe.backends.hopper.fp8_backend", "Fp8FusedBackend")
-    backends.get_backend.cache_clear()
-    backends._resolved.drop(None)
-    try:
-        config = MegaMoEConfig(backend="fused", precision=precision, timeout_s=20.0)
-        runs = [run_rank(rank, problem, config) for _ in range(repeats)]
-        torch.cuda.synchronize()
-    finally:
-        backends._MODULES["fused"] = registered
-        backends.get_backend.cache_clear()
-        backends._resolved.drop(None)
+    runs = [run_rank(rank, problem, _config(precision)) for _ in range(repeats)]
+    torch.cuda.synchronize()
     same = all(
         torch.equal(a, b) for run in runs[1:] for a, b in zip(run.values(), runs[0].values(), strict=True)
         if a is not None
     )  # fmt: skip
     return runs[-1], same
-
-
-def _oracle(problem: Problem, precision: str):
-    t = tensors(problem)
-    return moe_oracle(t.x, t.ids, t.weights, t.w1, t.w3, t.w2, t.dy, recipe=get_recipe(precision))
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8_bwd"])
@@ -70,7 +59,7 @@ def _oracle(problem: Problem, precision: str):
 def test_two_ranks_differ_from_the_recipe(rank_pool, name, precision):
     problem = PROBLEMS[name]
     results = [run for run, _ in rank_pool(2, "cuda").run(_run, problem, precision)]
-    assert_within(compare(assemble(results), _oracle(problem, precision)), LIMIT)
+    check(assemble(results), problem, _config(precision))
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8_bwd"])
@@ -78,7 +67,7 @@ def test_one_rank_differs_from_the_recipe(rank_pool, precision):
     problem = Problem(tokens=(130,))
     ((result, same),) = rank_pool(1, "cuda").run(_run, problem, precision, 3)
     assert same
-    assert_within(compare(assemble([result]), _oracle(problem, precision)), LIMIT)
+    check(assemble([result]), problem, _config(precision))
 
 
 def test_zero_tiny_infinite_or_nan_values_are_hidden_or_spread(monkeypatch):

@@ -18,7 +18,7 @@ logger = logging.getLogger("titan_megamoe")
 
 # Best first: the order in which `auto` asks. `reference` is for reading and testing, so it comes last.
 _MODULES = {
-    "fused": ("titan_megamoe.backends.hopper", "FusedBackend"),
+    "fused": ("titan_megamoe.backends.hopper", "Fp8FusedBackend"),
     "all_to_all": ("titan_megamoe.backends.all_to_all", "AllToAllBackend"),
     "deepep": ("titan_megamoe.backends.deepep", "DeepEPBackend"),
     "reference": ("titan_megamoe.backends.reference", "ReferenceBackend"),

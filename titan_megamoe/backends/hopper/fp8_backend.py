@@ -1,8 +1,5 @@
 """The fused backend in every precision: bf16, and `fp8` and `fp8_bwd` as docs/design_fp8.md draws them.
 
-Not in the registry of backends, which has the bf16 one: no call reaches this until its kernels have been
-verified on a GPU.
-
 Forward (`fp8`): tokens are quantized where they are, cross NVLink as e4m3 and scales, and are expanded into
 the pool; nothing but the plan and the pre-activations is saved. `fp8_bwd` has the forward of bf16 and keeps
 the tokens that it received.
