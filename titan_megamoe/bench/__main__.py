@@ -1,5 +1,5 @@
 """`layer` measures one MoE layer, `calibrate` the rest of a step, `compare` trains jobs and tables their
-steps, `report` writes tables and plots.
+steps, `curves` trains jobs and compares their losses, `report` writes tables and plots.
 
 `layer` and `calibrate` start one process per GPU by themselves, or join torchrun's.
 """
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import MegaMoEError
-from . import calibrate, compare, layer, report
+from . import calibrate, compare, curves, layer, report
 
 
 def main() -> int:
@@ -25,14 +25,17 @@ def main() -> int:
     calibrate.add_arguments(commands.add_parser("calibrate", help=calibrate.__doc__))
     report.add_arguments(commands.add_parser("report", help=report.__doc__))
     compare.add_arguments(commands.add_parser("compare"))
+    curves.add_arguments(commands.add_parser("curves"))
     # What follows -- are TorchTitan's options, which argparse must not read.
     own, options = sys.argv[1:], []
     if "--" in own:
         own, options = own[: own.index("--")], own[own.index("--") + 1 :]
     args = parser.parse_args(own)
-    if args.command in ("report", "compare"):
+    if args.command in ("report", "compare", "curves"):
         try:
-            return report.run(args) if args.command == "report" else compare.run(args, options)
+            if args.command == "report":
+                return report.run(args)
+            return (compare if args.command == "compare" else curves).run(args, options)
         except MegaMoEError as error:
             print(f"bench {args.command}: {error}", file=sys.stderr)
             return 2

@@ -16,10 +16,11 @@ scripts/compare.sbatch; the machine of rank 0 prints and writes.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,11 +31,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from ..errors import ConfigError
+from ..quickstart.assets import Assets, prepare
 from . import records, tables
 from .jobfile import JobFacts, read_job
 
 if TYPE_CHECKING:
-    from ..quickstart.assets import Assets
     from ..torchtitan.launch import Step
 
 _ORDER = ("torchtitan", "torchtitan_float8", "deepep")
@@ -65,18 +66,33 @@ class Machines:
         return self.nodes * self.processes
 
 
+@dataclass(frozen=True)
+class Trained:
+    """A job that has run: what it was, on how many ranks, and every step that it printed."""
+
+    candidate: Candidate
+    facts: JobFacts
+    ranks: int
+    steps: list[Step]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = __doc__
-    parser.add_argument("jobs", nargs="+", help="job files or folders of them; FILE:option=value,...")
-    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5, help="first steps, left out of the mean")
-    parser.add_argument("--repeats", type=int, default=1, help="go through the list so many times")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for one job")
     parser.add_argument("--tokenizer", type=Path, help="folder with tokenizer.json; default: built-in")
     parser.add_argument("--dataset", type=Path, help="folder of JSON lines with a field text; or built-in")
     parser.add_argument("--out", type=Path, default=Path("outputs/compare/step.json"), help="records")
-    parser.add_argument("--work", type=Path, default=Path("outputs/compare"), help="logs, data, table.md")
+    add_job_arguments(parser, steps=20, work=Path("outputs/compare"))
+
+
+def add_job_arguments(parser: argparse.ArgumentParser, steps: int, work: Path) -> None:
+    """What to train and on which machines."""
+    parser.add_argument("jobs", nargs="+", help="job files or folders of them; FILE:option=value,...")
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--repeats", type=int, default=1, help="go through the list so many times")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for one job")
+    parser.add_argument("--work", type=Path, default=work, help="logs, data, tables")
     parser.add_argument("--commit", default="", help="what to record where git cannot say")
     parser.add_argument(
         "--processes", type=int, default=0, help="a machine's; 0: GPUs, or what the job needs"
@@ -89,43 +105,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, options: Sequence[str] = ()) -> int:
     """Run every job; `options` are TorchTitan's for all of them. Exit status 1 if one failed."""
-    from ..quickstart.assets import prepare
-    from ..torchtitan.launch import JobFailed
-
     if args.warmup >= args.steps:
         raise ConfigError(f"--warmup {args.warmup} leaves no step of --steps {args.steps}.")
     if (args.tokenizer is None) != (args.dataset is None):
         raise ConfigError("give both --tokenizer and --dataset, or neither for the built-in tiny set.")
-    quiet = args.node_rank != 0
-    console = Console(quiet=quiet) if sys.stdout.isatty() else Console(quiet=quiet, width=140)
+    console = console_of(args)
     work = args.work.resolve()
-    # The work folder may be one that all machines see: each makes the tiny set of its own.
-    folder = work / ("assets" if args.nnodes == 1 else f"assets-{args.node_rank}")
-    assets = None if args.dataset else prepare(folder, VOCABULARY, say=console.print)
+    assets = Assets.given(args.tokenizer, args.dataset) if args.dataset else built_in(args, console)
     environment = records.environment(args.commit)
     made: list[dict[str, Any]] = []
     failures: list[str] = []
     candidates = [c for _ in range(args.repeats) for c in expand(args.jobs, options)]
-    for number, candidate in enumerate(candidates):
-        try:
-            facts = read_job(candidate.path, candidate.options)
-            machines = _machines(args, facts)
-            log = (
-                work
-                / "logs"
-                / f"{number:02}-{re.sub('[^a-z0-9_.]+', '-', candidate.label)}.{machines.node}.log"
-            )
-            steps = _train(args, candidate, facts, machines, assets, log, console)
-        except (JobFailed, ConfigError, OSError, tomllib.TOMLDecodeError) as error:
-            failures.append(candidate.label)
-            console.print(f"[red]{candidate.label}: failed[/], the others go on")
-            console.print(str(error), markup=False, highlight=False, soft_wrap=True)
-            continue
-        if args.node_rank == 0:
-            facts = replace(facts, impl=_chosen(log)) if facts.impl == "auto" else facts
-            made += to_records(facts, machines.ranks, steps, args.warmup, environment)
-            records.write(args.out, made)
-            _write_table(work / "table.md", made, failures)
+    for job in trained(args, candidates, assets, console, failures):
+        made += to_records(job.facts, job.ranks, job.steps, args.warmup, environment)
+        records.write(args.out, made)
+        _write_table(work / "table.md", made, failures)
     if made:
         console.print(_rich_table(made))
         console.print(f"{len(made)} records in {args.out}, the table in {work / 'table.md'}")
@@ -134,6 +128,50 @@ def run(args: argparse.Namespace, options: Sequence[str] = ()) -> int:
             _write_table(work / "table.md", made, failures)
         console.print(f"[red]failed:[/] {', '.join(failures)}")
     return 1 if failures else 0
+
+
+def console_of(args: argparse.Namespace) -> Console:
+    """Where the machine of rank 0 prints, wide enough for a table; the others say nothing."""
+    quiet = args.node_rank != 0
+    return Console(quiet=quiet) if sys.stdout.isatty() else Console(quiet=quiet, width=140)
+
+
+def built_in(args: argparse.Namespace, console: Console) -> Assets:
+    """The built-in tiny set, made where it is not there yet."""
+    # The work folder may be one that all machines see: each makes the tiny set of its own.
+    folder = args.work.resolve() / ("assets" if args.nnodes == 1 else f"assets-{args.node_rank}")
+    return prepare(folder, VOCABULARY, say=console.print)
+
+
+def trained(
+    args: argparse.Namespace,
+    candidates: Sequence[Candidate],
+    assets: Assets,
+    console: Console,
+    failures: list[str],
+) -> Iterator[Trained]:
+    """Train one after another, with progress; the label of a job that fails is added to `failures`.
+
+    Only the machine of rank 0 gets jobs, since only there are steps printed.
+    """
+    from ..torchtitan.launch import JobFailed
+
+    logs = args.work.resolve() / "logs"
+    for number, candidate in enumerate(candidates):
+        try:
+            facts = read_job(candidate.path, candidate.options)
+            machines = _machines(args, facts)
+            name = re.sub("[^a-z0-9_.]+", "-", candidate.label)
+            log = logs / f"{number:02}-{name}.{machines.node}.log"
+            steps = _train(args, candidate, facts, machines, assets, log, console)
+        except (JobFailed, ConfigError, OSError, tomllib.TOMLDecodeError) as error:
+            failures.append(candidate.label)
+            console.print(f"[red]{candidate.label}: failed[/], the others go on")
+            console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+            continue
+        if args.node_rank == 0:
+            facts = replace(facts, impl=_chosen(log)) if facts.impl == "auto" else facts
+            yield Trained(candidate, facts, machines.ranks, steps)
 
 
 def expand(jobs: Sequence[str], shared: Sequence[str] = ()) -> list[Candidate]:
@@ -191,7 +229,7 @@ def _train(
     candidate: Candidate,
     facts: JobFacts,
     machines: Machines,
-    assets: Assets | None,
+    assets: Assets,
     log: Path,
     console: Console,
 ) -> list[Step]:
@@ -214,7 +252,9 @@ def _train(
         steps = run_job(
             candidate.path,
             [
-                *_data(args, assets),
+                f"--model.hf_assets_path={assets.tokenizer}",
+                "--training.dataset=c4_test",  # the loader that reads a local folder
+                f"--training.dataset_path={assets.dataset}",
                 f"--training.steps={args.steps}",
                 "--metrics.log_freq=1",
                 "--metrics.disable_color_printing",
@@ -241,15 +281,6 @@ def _chosen(log: Path) -> str:
     )
     name = match[1] if match else "auto"
     return "mega_moe" if name == "fused" else name
-
-
-def _data(args: argparse.Namespace, assets: Assets | None) -> list[str]:
-    tokenizer, dataset = (assets.tokenizer, assets.dataset) if assets else (args.tokenizer, args.dataset)
-    return [
-        f"--model.hf_assets_path={tokenizer.resolve()}",
-        "--training.dataset=c4_test",  # the loader that reads a local folder
-        f"--training.dataset_path={dataset.resolve()}",
-    ]
 
 
 def _rendezvous(args: argparse.Namespace, number: int) -> tuple[str, ...]:
@@ -285,6 +316,7 @@ def to_records(
         "layers": facts.layers,
         "ac": facts.ac,
         "compile": facts.compile,
+        **({"wgrad_precision": facts.wgrad_precision} if facts.wgrad_precision != "bf16" else {}),
         **({"num_sms": facts.num_sms} if facts.num_sms else {}),
         **({"reserved_sms": facts.reserved_sms} if facts.reserved_sms else {}),
         **environment,
@@ -305,10 +337,15 @@ def to_records(
     curve = {
         "kind": "curve",
         **common,
-        "loss": [s.loss for s in steps],
-        "grad_norm": [s.grad_norm for s in steps],
+        "loss": [_finite(s.loss) for s in steps],
+        "grad_norm": [_finite(s.grad_norm) for s in steps],
     }
     return [step, curve]
+
+
+def _finite(value: float) -> float | None:
+    """The value, or None (null in the file) for what JSON has no number for."""
+    return value if math.isfinite(value) else None
 
 
 def _write_table(path: Path, made: list[dict[str, Any]], failures: list[str]) -> None:
@@ -326,5 +363,6 @@ def _rich_table(made: list[dict[str, Any]]) -> Table:
         table.add_column(name, justify="left" if name == header[0] else "right")
     curves = [r for r in made if r["kind"] == "curve"]
     for row, curve in zip(rows, curves, strict=True):
-        table.add_row(*(cell.replace("**", "") for cell in row), f"{curve['loss'][-1]:.5f}")
+        last = curve["loss"][-1]
+        table.add_row(*(cell.replace("**", "") for cell in row), "NaN" if last is None else f"{last:.5f}")
     return table

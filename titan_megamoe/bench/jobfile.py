@@ -93,6 +93,7 @@ class JobFacts:
     precision: str
     num_sms: int
     reserved_sms: int
+    wgrad_precision: str = "bf16"
 
     @property
     def gpus(self) -> int:
@@ -140,6 +141,7 @@ def read_job(path: str | Path, overrides: Sequence[str] = ()) -> JobFacts:
         precision=precision,
         num_sms=section.get("comm_sms", 0) if impl not in ("torchtitan", "mega_moe") else 0,
         reserved_sms=section.get("reserved_sms", 0) if impl != "torchtitan" else 0,
+        wgrad_precision=section.get("wgrad_precision", "bf16") if impl != "torchtitan" else "bf16",
     )
 
 

@@ -169,6 +169,8 @@ def coverage(rows: Rows) -> str:
     names = list(dict.fromkeys(job.implementation for job in jobs.jobs()))
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for job in jobs.jobs():
+        if job.size.endswith("_curves"):
+            continue  # for losses, not for times
         facts = read_job(jobs.TRAIN_CONFIGS / job.path)
         wanted = (facts.model.name, facts.impl, facts.precision, job.gpus, facts.layers, facts.compile)
         keys = ("model", "impl", "precision", "gpus", "layers", "compile")

@@ -15,6 +15,7 @@ from ..errors import ConfigError
 from ..perf_model import check
 from ..perf_model.plot import part_seconds, step_bars
 from ..perf_model.step import predict
+from . import curve_plot
 from .jobfile import FULL_MODELS, read_job
 
 Rows = list[dict[str, Any]]
@@ -34,14 +35,14 @@ class Plot:
     draw: Callable[[Any, Path, dict[str, str]], None]
 
 
-def text(name: str, rows: Rows, folder: str) -> str:
-    """Markdown of a plot: the picture, or what was not measured."""
+def text(name: str, rows: Rows, folder: str, picture: str = "") -> str:
+    """Markdown of a plot: the picture, or what was not measured. `picture`: its name, if not the plot's."""
     plot = _plot(name)
     try:
         plot.collect(rows)
     except NothingToShow as reason:
         return f"*{reason}*"
-    return f"![{plot.caption}]({folder}/{name}.png)\n\n{plot.caption}"
+    return f"![{plot.caption}]({folder}/{picture or name}.png)\n\n{plot.caption}"
 
 
 def draw(name: str, rows: Rows, path: Path, only_check: bool) -> bool:
@@ -320,6 +321,9 @@ _PLOTS = {
     "step_twins": Plot(
         "A training step on 2× H200 by part: the parts are modelled, the line is the measured step.",
         _collect_twins, _draw_twins,
+    ),
+    "curves": Plot(
+        "Loss curves of one seed on the same text: measured.", curve_plot.collect, curve_plot.draw
     ),
     "memory": Plot("Peak memory of training steps: measured.", _collect_memory, _draw_memory),
     "scaling_tokens": Plot(

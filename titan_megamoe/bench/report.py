@@ -10,8 +10,9 @@ A block is written as
     <!-- /results -->
 
 with a kind and what it is about: a file, `all` for every file under docs/benchmarks, a model (`steps`: its
-newest run) or a plot's name. Plots are PNGs in docs/report, each with a digest of what it shows, so that
---check needs no pixels.
+newest run) or a plot's name. `curves` of a file is its picture and its table. A file that is not there is
+said to be missing. Plots are PNGs in docs/report, each with a digest of what it shows, so that --check needs
+no pixels.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from . import overview, plots, records, tables
+from . import curve_table, overview, plots, records, tables
 
 _BLOCK = re.compile(
     r"(?P<open><!-- results: (?P<kind>\w+) (?P<file>\S+) -->\n).*?(?P<close><!-- /results -->)", re.DOTALL
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 def render(text: str, root: Path) -> str:
     """`text` with every block made anew from its file under `root`."""
 
-    known = ", ".join([*_TABLES, "steps", "plot"])
+    known = ", ".join([*_TABLES, "steps", "plot", "curves"])
 
     def block(match: re.Match[str]) -> str:
         kind, about = match["kind"], match["file"]
@@ -80,6 +81,11 @@ def render(text: str, root: Path) -> str:
             made = plots.text(about, _all(root), PLOTS.name)
         elif kind == "steps":
             made = overview.latest_steps(_all(root), about)
+        elif about.endswith(".json") and not (root / about).exists():
+            made = f"*Not measured yet: there is no {about}.*"
+        elif kind == "curves":
+            rows = records.read(root / about)
+            made = f"{plots.text(kind, rows, PLOTS.name, Path(about).stem)}\n\n{curve_table.table(rows)}"
         elif kind in _TABLES:
             made = _TABLES[kind](_all(root) if about == "all" else records.read(root / about))
         else:
@@ -108,8 +114,14 @@ def _draw(text: str, root: Path, check: bool) -> list[Path]:
     """Draw every plot that a document shows and that has something to show."""
     stale = []
     for match in _BLOCK.finditer(text):
+        name, rows = match["file"], None
         if match["kind"] == "plot":
-            path = root / PLOTS / f"{match['file']}.png"
-            if plots.draw(match["file"], _all(root), path, check):
+            rows = _all(root)
+        elif match["kind"] == "curves" and (root / name).exists():
+            rows = records.read(root / name)
+        if rows is not None:
+            path = root / PLOTS / f"{Path(name).stem}.png"
+            plot = name if match["kind"] == "plot" else match["kind"]
+            if plots.draw(plot, rows, path, check):
                 stale.append(path)
     return stale

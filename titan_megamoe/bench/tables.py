@@ -17,6 +17,8 @@ _NAMES = {
 def name_of(r: dict[str, Any]) -> str:
     name = _NAMES.get(r["impl"], r["impl"])
     details = [r["precision"].replace("_", " ")]
+    if r.get("wgrad_precision", "bf16") != "bf16":
+        details.append(f"weight gradients {r['wgrad_precision']}")
     if r.get("num_sms"):
         details.append(f"{r['num_sms']} SMs")
     if r.get("compile"):

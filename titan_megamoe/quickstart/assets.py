@@ -7,10 +7,13 @@ The tokenizer is a byte-level BPE trained on it.
 from __future__ import annotations
 
 import json
+import shutil
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from ..errors import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
 _MIN_CHARACTERS, _MAX_CHARACTERS = 2_000, 60_000
@@ -23,8 +26,13 @@ class Assets:
 
     tokenizer: Path  # folder with tokenizer.json and tokenizer_config.json
     dataset: Path  # folder with one JSON-lines file, a field "text" in each line
-    documents: int
-    characters: int
+    documents: int = 0  # 0: not counted
+    characters: int = 0
+
+    @classmethod
+    def given(cls, tokenizer: Path, dataset: Path) -> Assets:
+        """Somebody's own, as they are."""
+        return cls(tokenizer.resolve(), dataset.resolve())
 
 
 def prepare(
@@ -72,6 +80,50 @@ def prepare(
     summary = {"wanted": wanted, "documents": len(documents), "characters": characters}
     done.write_text(json.dumps(summary))
     return _assets(folder, len(documents), characters)
+
+
+def from_text(
+    dataset: Path,
+    folder: Path,
+    vocabulary: int,
+    tokenizer: Path | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Assets:
+    """Somebody's own text, with their tokenizer or one that is trained on it.
+
+    Args:
+        dataset: a file of JSON lines with a field "text" (copied under `folder`, since TorchTitan's loader
+            takes folders), or a folder of such files.
+        vocabulary: tokens of the BPE that is trained where `tokenizer` is None.
+
+    Raises:
+        ConfigError: there is no such text.
+    """
+    files = [dataset] if dataset.is_file() else sorted(dataset.glob("*.json*"))
+    if not files:
+        raise ConfigError(
+            f"{dataset}: neither a file of JSON lines nor a folder with some (*.jsonl, *.json)."
+        )
+    if dataset.is_file():
+        target = folder / "data"
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
+        shutil.copyfile(dataset, target / f"{dataset.stem}.jsonl")
+        dataset = target
+    try:
+        documents = [json.loads(line)["text"] for file in files for line in file.open(encoding="utf-8")]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{files[0].parent}: a line is not a JSON object with a field text ({error})."
+        ) from None
+    characters = sum(map(len, documents))
+    say(f"text: {len(documents)} documents, {characters / 1e6:.1f} million characters")
+    if tokenizer is None:
+        tokenizer = folder / "tokenizer"
+        tokenizer.mkdir(parents=True, exist_ok=True)
+        size = _train_tokenizer(documents, tokenizer, vocabulary)
+        say(f"tokenizer: byte-level BPE with {size} tokens")
+    return Assets(tokenizer.resolve(), dataset.resolve(), len(documents), characters)
 
 
 def _assets(folder: Path, documents: int, characters: int) -> Assets:
