@@ -168,6 +168,8 @@ def _all_gather(
 ) -> Tensor:
     if group is None:
         return message.cpu().unsqueeze(0)
+    if message.is_cuda and dist.get_backend(group) == "gloo":
+        message = message.cpu()
     gathered = message.new_empty(group.size() * message.numel())
     try:
         work = dist.all_gather_into_tensor(gathered, message, group=group, async_op=True)

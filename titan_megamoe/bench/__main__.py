@@ -1,5 +1,6 @@
 """`layer` measures one MoE layer, `calibrate` the rest of a step, `compare` trains jobs and tables their
-steps, `curves` trains jobs and compares their losses, `report` writes tables and plots.
+steps, `curves` trains jobs and compares their losses, `soak` runs many uneven steps and checks them,
+`report` writes tables and plots.
 
 `layer` and `calibrate` start one process per GPU by themselves, or join torchrun's.
 """
@@ -10,12 +11,13 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from ..errors import MegaMoEError
-from . import calibrate, compare, curves, layer, report
+from . import calibrate, compare, curves, layer, report, soak
 
 
 def main() -> int:
@@ -26,16 +28,21 @@ def main() -> int:
     report.add_arguments(commands.add_parser("report", help=report.__doc__))
     compare.add_arguments(commands.add_parser("compare"))
     curves.add_arguments(commands.add_parser("curves"))
+    soak.add_arguments(commands.add_parser("soak"))
     # What follows -- are TorchTitan's options, which argparse must not read.
     own, options = sys.argv[1:], []
     if "--" in own:
         own, options = own[: own.index("--")], own[own.index("--") + 1 :]
     args = parser.parse_args(own)
-    if args.command in ("report", "compare", "curves"):
+    alone: dict[str, Callable[[], int]] = {
+        "report": lambda: report.run(args),
+        "compare": lambda: compare.run(args, options),
+        "curves": lambda: curves.run(args, options),
+        "soak": lambda: soak.run(args),
+    }
+    if args.command in alone:
         try:
-            if args.command == "report":
-                return report.run(args)
-            return (compare if args.command == "compare" else curves).run(args, options)
+            return alone[args.command]()
         except MegaMoEError as error:
             print(f"bench {args.command}: {error}", file=sys.stderr)
             return 2

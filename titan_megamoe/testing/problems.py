@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..config import MegaMoEConfig
 from ..op import mega_moe
+from . import ranks
 from .oracle import OracleResult
 
 GRADIENT_NAMES = ("dx", "dweights", "dw1", "dw3", "dw2")
@@ -102,9 +103,8 @@ def _ids(problem: Problem, generator: torch.Generator) -> Tensor:
 
 
 def device_of(rank: int) -> torch.device:
-    """The device of this worker: its GPU under NCCL, else the CPU."""
-    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
-    return torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    """The device of this worker, which is rank `rank` of its pool."""
+    return ranks.worker_device
 
 
 def ep_group(world: int) -> dist.ProcessGroup | None:

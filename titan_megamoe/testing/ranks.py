@@ -26,8 +26,17 @@ class RankError(RuntimeError):
     """A rank raised; the message holds every rank's traceback."""
 
 
+worker_device = torch.device("cpu")
+"""Where a worker of a pool computes; set when it starts."""
+
+
 class RankPool:
-    """`world` processes, one group: gloo for device "cpu", NCCL for "cuda" (rank r on GPU r)."""
+    """`world` processes, one group.
+
+    device: "cpu" (gloo), "cuda" (NCCL, rank r on GPU r) or "cuda-shared" (gloo, rank r on GPU r modulo their
+    number: more ranks than GPUs. Ranks of one GPU take turns on it, so that every wait between them costs
+    milliseconds).
+    """
 
     def __init__(self, world: int, device: str = "cpu", timeout_s: float = 120.0) -> None:
         self.world, self.device, self.timeout_s = world, device, timeout_s
@@ -118,12 +127,18 @@ def _serve(
     pipe: multiprocessing.connection.Connection, rank: int, world: int, device: str, port: int
 ) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
-    os.environ["LOCAL_RANK"] = str(rank)
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     torch.set_num_threads(1)
+    global worker_device
     if device == "cuda":
-        torch.cuda.set_device(rank)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+        worker_device = torch.device("cuda", rank)
+        torch.cuda.set_device(worker_device)
+        dist.init_process_group("nccl", device_id=worker_device)
     else:
+        if device == "cuda-shared":
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+            worker_device = torch.device("cuda", rank % torch.cuda.device_count())
+            torch.cuda.set_device(worker_device)
         dist.init_process_group("gloo")
     while True:
         try:
