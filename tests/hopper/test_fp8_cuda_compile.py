@@ -24,7 +24,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     [
         ("fp8_plain", ()),
         ("fp8_up", ("SAVE",)),
-        ("fp8_up", ("FOUR_STAGES", "A_REGISTERS", "SAVE")),
+        ("fp8_up", ("FOUR_STAGES", "PAIRED", "SAVE")),
         ("fp8_down_backward", ("WRITE_GRADS", "WRITE_H")),
     ],
 )

@@ -14,14 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.hopper.fp8_gemm import (
-    DEFAULT_BUILD,
-    Fp8Build,
-    Fp8Rows,
-    gemm_down_backward_fp8,
-    gemm_plain_fp8,
-    gemm_up_fp8,
-)
+from ..backends.hopper.cuda_kernels import DEFAULT_BUILD, Build
+from ..backends.hopper.fp8_gemm import Fp8Rows, gemm_down_backward_fp8, gemm_plain_fp8, gemm_up_fp8
 from ..backends.hopper.fp8_quantize import QuantizedWeight
 from ..backends.hopper.tiles import BLOCK_M, PoolTiles, tiles_from_counts
 from ..precision import (
@@ -117,7 +111,7 @@ def run_chain(
     need_grads: bool = True,
     need_h: bool = True,
     need_dw: bool = True,
-    build: Fp8Build = DEFAULT_BUILD,
+    build: Build = DEFAULT_BUILD,
     quantize_rows: Callable[[Tensor], Fp8Rows] = reference_rows,
     quantize_weights: Callable[[Any], QuantizedWeight] = reference_weights,
 ) -> Chain:

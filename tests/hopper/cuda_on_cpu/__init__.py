@@ -1,1 +1,1 @@
-"""The fp8 CUDA kernels on a CPU: their own sources, compiled by g++ against simt.h."""
+"""The CUDA kernels on a CPU: their own sources, compiled by g++ against simt.h."""

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from titan_megamoe.backends.hopper import fp8_gemm
+from titan_megamoe.backends.hopper import cuda_kernels
 from titan_megamoe.backends.hopper.jit.driver import _pack
 
 HERE = Path(__file__).parent
-CUDA = Path(fp8_gemm.__file__).with_name("cuda")
+CUDA = Path(cuda_kernels.__file__).with_name("cuda")
 
 
 class CpuMap:
@@ -42,17 +42,17 @@ class CpuKernel:
         assert not error, f"{self.name}: {error.decode()}"
 
 
-def build(folder: Path, name: str, defines: Sequence[str], source: str | None = None) -> ctypes.CDLL:
-    """A library with `launch` for kernel `name`; `source` replaces the main loop's text."""
-    text = source or (CUDA / "fp8_gemm.cuh").read_text()
-    text = "\n".join(
-        [
-            '#include "simt.h"',
-            text,
-            (CUDA / f"{name}.cu").read_text(),
-            f'extern "C" const char* launch(int blocks, u64 seed, void** a) {{'
-            f" return launch_all({name}, blocks, seed, a); }}",
-        ]
+def build(
+    folder: Path, name: str, defines: Sequence[str], change: tuple[str, str] | None = None
+) -> ctypes.CDLL:
+    """A library with `launch` for kernel `name`; `change` replaces some of its text."""
+    text = cuda_kernels.cuda_source(name).replace((CUDA / "ptx.cuh").read_text(), '#include "simt.h"\n')
+    if change is not None:
+        assert change[0] in text
+        text = text.replace(*change)
+    text += (
+        f'extern "C" const char* launch(int blocks, u64 seed, void** a) {{'
+        f" return launch_all({name}, CLUSTER, blocks, seed, a); }}\n"
     )
     stem = folder / "_".join([name, *defines])
     stem.with_suffix(".cpp").write_text(text)
@@ -66,13 +66,11 @@ def build(folder: Path, name: str, defines: Sequence[str], source: str | None = 
 
 
 def run_on_cpu(monkeypatch: Any, folder: Path) -> None:
-    """From here on the callers in fp8_gemm.py launch kernels on the CPU."""
+    """From here on the callers of cuda_kernels.py launch kernels on the CPU."""
 
     @functools.cache
-    def kernel(
-        name: str, kinds: tuple[str, ...], device: Any, how: Any, defines: tuple[str, ...] = ()
-    ) -> CpuKernel:
+    def kernel(name: str, kinds: tuple[str, ...], device: Any, how: Any, defines: tuple[str, ...]) -> CpuKernel:
         return CpuKernel(build(folder, name, how.defines + defines), name, kinds)
 
-    monkeypatch.setattr(fp8_gemm, "_kernel", kernel)
-    monkeypatch.setattr(fp8_gemm, "tensor_map", CpuMap)
+    monkeypatch.setattr(cuda_kernels, "_kernel", kernel)
+    monkeypatch.setattr(cuda_kernels, "tensor_map", CpuMap)

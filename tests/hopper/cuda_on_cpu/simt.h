@@ -1,8 +1,9 @@
-// Runs the fp8 kernels on a CPU: a stand-in for cuda/ptx.cuh, one fiber per thread of a block.
+// Runs the CUDA kernels on a CPU: a stand-in for cuda/ptx.cuh, one fiber per thread of a cluster.
 //
 // What it shows: indices, swizzles, fragments, tails, the ring's protocol. It is stricter than a GPU where it can
 // be: copies and products take effect late and poison their targets until then, a bulk store that reads shared
-// bytes that no fence made visible is an error, and so is a block in which every thread waits.
+// bytes that no fence made visible is an error, and so are a cluster in which every thread waits and an access to
+// a block that has ended.
 // What it can't show: timing, and what its author believes wrongly of the hardware.
 
 #include <ucontext.h>
@@ -27,6 +28,7 @@ using u64 = unsigned long long;
 #define __grid_constant__
 #define __shared__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __align__(n) __attribute__((aligned(n)))
 
 // The host fills: address; extents, x first; bytes from y to y + 1 and z to z + 1; box; bytes of an element.
@@ -41,11 +43,12 @@ static Index threadIdx, blockIdx, gridDim;
 
 constexpr u32 SHARED_SIZE = 227 * 1024;
 extern unsigned char shared[];
-alignas(1024) unsigned char shared[SHARED_SIZE];
+alignas(1024) unsigned char shared[SHARED_SIZE];  // what kernels name; each block's bytes are in `memories`
 
 // --- fibers -----------------------------------------------------------------------------------------------
 
-constexpr int MAX_THREADS = 384;
+constexpr int BLOCK_THREADS = 384, MAX_BLOCKS = 2, MAX_THREADS = BLOCK_THREADS * MAX_BLOCKS;
+static int cluster_blocks = 1, first_block = 0;
 static std::string error;
 static u64 progress;  // grows with everything that a waiting thread could wait for
 static u64 random_state = 1;
@@ -67,15 +70,18 @@ struct Store {
     int at[3];
 };
 
+// One wgmma of a thread; d[0] has its part of the first 128 columns, d[1] of the next, if there are any.
 struct Product {
-    float* d;
+    float* d[2];
     u64 a, b;
     u32 add;
-    bool in_registers;
-    u32 share[4];
+    int bytes_of_element;
+    bool along_n;
+    u64 group;
 };
 
 struct Group {
+    int block;
     std::vector<Store> stores;
     bool read = false;
 };
@@ -85,7 +91,8 @@ struct Fiber {
     std::vector<char> stack;
     bool done = false;
     std::vector<u32> unfenced;
-    std::vector<Product> products;
+    std::deque<Product> products;
+    u64 committed = 0;  // groups
     std::vector<Store> stores;
     std::vector<Group*> groups;
 };
@@ -93,14 +100,22 @@ struct Fiber {
 static Fiber fibers[MAX_THREADS];
 static ucontext_t main_context;
 static int current;
-static Rendezvous warps[MAX_THREADS / 32], groups_of_warps[MAX_THREADS / 128], block_barrier;
+static unsigned char memories[MAX_BLOCKS][SHARED_SIZE];
+
+static int this_block() { return current / BLOCK_THREADS; }
+static unsigned char* memory() { return memories[this_block()]; }
+static void enter(int thread) {
+    current = thread;
+    threadIdx.x = thread % BLOCK_THREADS;
+    blockIdx.x = first_block + thread / BLOCK_THREADS;
+}
+static Rendezvous warps[MAX_THREADS / 32], groups_of_warps[MAX_THREADS / 128], block_barriers[MAX_BLOCKS], cluster_barrier;
 static std::deque<Group> all_groups;
 
 static void yield_fiber() {
     const int me = current;
     swapcontext(&fibers[me].context, &main_context);
-    current = me;
-    threadIdx.x = me;
+    enter(me);
 }
 
 static void fail(const std::string& what) {
@@ -134,7 +149,8 @@ static float float_of(u32 b) {
     return x;
 }
 
-DEVICE void __syncthreads() { meet(block_barrier, MAX_THREADS, 0, 0, 0); }
+DEVICE void __syncthreads() { meet(block_barriers[this_block()], BLOCK_THREADS, 0, 0, 0); }
+DEVICE void cluster_sync() { meet(cluster_barrier, BLOCK_THREADS * cluster_blocks, 0, 0, 0); }
 DEVICE void __syncwarp() { meet(warps[current / 32], 32, current % 32, 0, 0); }
 DEVICE u32 __shfl_sync(u32, u32 value, int lane) {
     return meet(warps[current / 32], 32, current % 32, value, lane);
@@ -161,12 +177,20 @@ struct Barrier {
         }
     }
 };
-static Barrier barriers[SHARED_SIZE / 8];
+static Barrier barriers[MAX_BLOCKS][SHARED_SIZE / 8];
 
-static Barrier& barrier_at(u32 address) {
-    if (address % 8) fail("a barrier is misaligned");
-    return barriers[address / 8];
+// Whether some thread of a block still runs: only then has the block any shared memory.
+static bool has_ended(int block) {
+    for (int i = 0; i < BLOCK_THREADS; ++i)
+        if (!fibers[block * BLOCK_THREADS + i].done) return false;
+    return true;
 }
+static Barrier& barrier_at(u32 address, int block) {
+    if (address % 8 && error.empty()) error = "a barrier is misaligned";
+    if (has_ended(block) && error.empty()) error = "a block that has ended is reached";
+    return barriers[block][address / 8];
+}
+static Barrier& barrier_at(u32 address) { return barrier_at(address, this_block()); }
 
 DEVICE u32 shared_address(const void* pointer) { return u32((const unsigned char*)pointer - shared); }
 DEVICE void barrier_init(u32 barrier, u32 arrivals) {
@@ -175,6 +199,11 @@ DEVICE void barrier_init(u32 barrier, u32 arrivals) {
 DEVICE void fence_barrier_init() {}
 DEVICE void barrier_arrive(u32 barrier) {
     Barrier& b = barrier_at(barrier);
+    if (--b.pending < 0) fail("too many arrivals on a barrier");
+    b.check();
+}
+DEVICE void barrier_arrive_at(u32 barrier, u32 rank) {
+    Barrier& b = barrier_at(barrier, int(rank));
     if (--b.pending < 0) fail("too many arrivals on a barrier");
     b.check();
 }
@@ -191,7 +220,7 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
 static u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
 
 static std::deque<std::function<void()>> pending_loads;
-static std::vector<char> unfenced(SHARED_SIZE, 0);
+static std::vector<char> unfenced[MAX_BLOCKS] = {std::vector<char>(SHARED_SIZE), std::vector<char>(SHARED_SIZE)};
 
 template <typename Visit>
 static void for_box(const TensorMap& map, u32 base, const int (&at)[3], Visit visit) {
@@ -208,26 +237,33 @@ static void for_box(const TensorMap& map, u32 base, const int (&at)[3], Visit vi
         }
 }
 
-DEVICE void load_box(u32 to, const TensorMap& map, u32 barrier, int x, int y, int z) {
+static void load_box_into(int block, u32 to, const TensorMap& map, u32 barrier, int x, int y, int z) {
     const int at[3] = {x, y, z};
-    for_box(map, to, at, [&](u32 s, char*) { memset(shared + s, 0xFF, map.element); });
+    for_box(map, to, at, [&](u32 s, char*) { memset(memories[block] + s, 0xFF, map.element); });
     pending_loads.push_back([=] {
         for_box(map, to, at, [&](u32 s, char* g) {
-            if (g) memcpy(shared + s, g, map.element);
-            else memset(shared + s, 0, map.element);
+            if (g) memcpy(memories[block] + s, g, map.element);
+            else memset(memories[block] + s, 0, map.element);
         });
-        Barrier& b = barrier_at(barrier);
+        Barrier& b = barrier_at(barrier, block);
         b.bytes -= long(map.box[1]) * 128;
         b.check();
     });
 }
+DEVICE void load_box(u32 to, const TensorMap& map, u32 barrier, int x, int y, int z) {
+    load_box_into(this_block(), to, map, barrier, x, y, z);
+}
+DEVICE void load_box_both(u32 to, const TensorMap& map, u32 barrier, int x, int y, int z) {
+    for (int block = 0; block < 2; ++block) load_box_into(block, to, map, barrier, x, y, z);
+}
 
 DEVICE void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
     if (to % 16 || u64(from) % 16 || bytes % 16) fail("a bulk copy is misaligned");
-    memset(shared + to, 0xFF, bytes);
+    const int block = this_block();
+    memset(memories[block] + to, 0xFF, bytes);
     pending_loads.push_back([=] {
-        memcpy(shared + to, from, bytes);
-        Barrier& b = barrier_at(barrier);
+        memcpy(memories[block] + to, from, bytes);
+        Barrier& b = barrier_at(barrier, block);
         b.bytes -= bytes;
         b.check();
     });
@@ -238,7 +274,7 @@ DEVICE void store_box(const TensorMap& map, u32 from, int x, int y, int z) {
 }
 
 DEVICE void store_commit() {
-    all_groups.push_back(Group{std::move(fibers[current].stores)});
+    all_groups.push_back(Group{this_block(), std::move(fibers[current].stores)});
     fibers[current].stores.clear();
     fibers[current].groups.push_back(&all_groups.back());
 }
@@ -247,8 +283,8 @@ static void perform(Group& group) {
     for (const Store& s : group.stores)
         for_box(s.map, s.from, s.at, [&](u32 at, char* g) {
             for (u64 i = 0; i < s.map.element; ++i)
-                if (unfenced[at + i] && error.empty()) error = "a bulk store reads bytes without a fence";
-            if (g) memcpy(g, shared + at, s.map.element);
+                if (unfenced[group.block][at + i] && error.empty()) error = "a bulk store reads bytes without a fence";
+            if (g) memcpy(g, memories[group.block] + at, s.map.element);
         });
     group.read = true;
     ++progress;
@@ -263,7 +299,7 @@ DEVICE void store_wait_read() {
 DEVICE void store_wait_all() { store_wait_read<0>(); }
 
 DEVICE void fence_async_proxy() {
-    for (u32 byte : fibers[current].unfenced) unfenced[byte] = 0;
+    for (u32 byte : fibers[current].unfenced) unfenced[this_block()][byte] = 0;
     fibers[current].unfenced.clear();
 }
 
@@ -277,8 +313,9 @@ DEVICE void registers_down() {}
 DEVICE u64 operand(u32 address) {
     return u64((address & 0x3FFFF) >> 4) | u64(1024 >> 4) << 32 | u64(1) << 62;
 }
+DEVICE u64 operand_along_n(u32 address, u32 stride) { return operand(address) | u64(stride >> 4) << 16; }
 DEVICE void wgmma_fence() {}
-DEVICE void wgmma_commit() {}
+DEVICE void wgmma_commit() { ++fibers[current].committed; }
 template <int N>
 DEVICE void pin(float (&)[N]) {}
 
@@ -291,86 +328,84 @@ static float e4m3_value(int byte) {
     return byte & 0x80 ? -magnitude : magnitude;
 }
 
-// 32 bytes along K of row `row` of an operand.
-static void operand_row(u64 operand, int row, float (&k)[32]) {
+// The element of row `row` of an operand that is `k` elements along K, of 32 bytes of K.
+static float operand_element(u64 operand, int row, int k, int bytes, bool along_n) {
     const u32 start = u32(operand & 0x3FFF) << 4, stride = u32(operand >> 32 & 0x3FFF) << 4;
-    for (int i = 0; i < 32; ++i)
-        k[i] = e4m3_table[shared[swizzled(start + row / 8 * stride + row % 8 * 128 + i)]];
+    const u32 leading = u32(operand >> 16 & 0x3FFF) << 4;
+    const u32 at = along_n ? start + row / 64 * leading + k / 8 * stride + k % 8 * 128 + row % 64 * bytes
+                           : start + row / 8 * stride + row % 8 * 128 + k * bytes;
+    const unsigned char* p = memory() + swizzled(at);
+    return bytes == 1 ? e4m3_table[*p] : float_of(u32(p[0] | p[1] << 8) << 16);
 }
 
+static void start_product(const Product& product) {
+    Fiber& me = fibers[current];
+    me.products.push_back(product);
+    me.products.back().group = me.committed;
+    if (!product.add)
+        for (float* d : product.d)
+            for (int i = 0; d && i < 64; ++i) d[i] = NAN;
+}
 DEVICE void wgmma_m64n128k32(float (&d)[64], u64 a, u64 b, u32 add) {
-    fibers[current].products.push_back({d, a, b, add, false, {}});
-    if (!add)
-        for (float& x : d) x = NAN;
+    start_product({{d, nullptr}, a, b, add, 1, false, 0});
+}
+template <bool ALONG_N>
+DEVICE void wgmma_m64n256k16(float (&left)[64], float (&right)[64], u64 a, u64 b, u32 add) {
+    start_product({{left, right}, a, b, add, 2, ALONG_N, 0});
 }
 
-DEVICE void wgmma_m64n128k32(float (&d)[64], const u32 (&a)[4], u64 b, u32 add) {
-    fibers[current].products.push_back({d, 0, b, add, true, {a[0], a[1], a[2], a[3]}});
-    if (!add)
-        for (float& x : d) x = NAN;
+static void multiply_now(const Product& p) {
+    const int thread = current % 128, depth = 32 / p.bytes_of_element;
+    float a[2][32];
+    for (int i = 0; i < 2; ++i)
+        for (int k = 0; k < depth; ++k)
+            a[i][k] = operand_element(p.a, thread / 32 * 16 + thread % 32 / 4 + 8 * i, k, p.bytes_of_element, false);
+    for (int half = 0; half < 2 && p.d[half]; ++half)
+        for (int j = 0; j < 16; ++j)
+            for (int c = 0; c < 2; ++c) {
+                const int column = 128 * half + 8 * j + 2 * (thread % 4) + c;
+                float sum[2];
+                for (int i = 0; i < 2; ++i) sum[i] = p.add ? p.d[half][4 * j + 2 * i + c] : 0.f;
+                for (int k = 0; k < depth; ++k) {
+                    const float b = operand_element(p.b, column, k, p.bytes_of_element, p.along_n);
+                    for (int i = 0; i < 2; ++i) sum[i] += a[i][k] * b;
+                }
+                for (int i = 0; i < 2; ++i) p.d[half][4 * j + 2 * i + c] = sum[i];
+            }
 }
 
-// 32 bytes along K of one of the two rows of thread `thread` of a warpgroup, from the four threads that hold it.
-static void shared_row(int thread, size_t index, int lower, float (&k)[32]) {
-    for (int q = 0; q < 4; ++q) {
-        const Product& p = fibers[current / 128 * 128 + thread / 4 * 4 + q].products[index];
-        for (int i = 0; i < 8; ++i)
-            k[i / 4 * 16 + 4 * q + i % 4] = e4m3_table[p.share[lower + i / 4 * 2] >> i % 4 * 8 & 0xFF];
-    }
-}
-
-DEVICE void load_matrices(u32 (&d)[4], u32 address) {
-    const int lane = current % 32;
-    for (int i = 0; i < 4; ++i) {
-        const u32 row = __shfl_sync(~0u, address, 8 * i + lane / 4);
-        if (row % 16) fail("a matrix row is misaligned");
-        memcpy(&d[i], shared + row + 4 * (lane % 4), 4);
-    }
-}
-
+// Products take effect here and no sooner: an operand that is overwritten before was released too early.
+template <int PENDING = 0>
 DEVICE void wgmma_wait() {
     Rendezvous& group = groups_of_warps[current / 128];
     Fiber& me = fibers[current];
     const int thread = current % 128;
     const u32 first = u32(me.products.empty() ? 0 : me.products[0].a ^ me.products[0].b << 7);
     if (meet(group, 128, thread, first, 0) != first) fail("threads of a warpgroup multiply different operands");
-    float a[2][32], b[32];
-    for (size_t index = 0; index < me.products.size(); ++index) {
-        const Product& p = me.products[index];
-        for (int i = 0; i < 2; ++i)
-            if (p.in_registers) shared_row(thread, index, i, a[i]);
-            else operand_row(p.a, thread / 32 * 16 + thread % 32 / 4 + 8 * i, a[i]);
-        for (int j = 0; j < 16; ++j)
-            for (int c = 0; c < 2; ++c) {
-                operand_row(p.b, 8 * j + 2 * (thread % 4) + c, b);
-                for (int i = 0; i < 2; ++i) {
-                    float sum = p.add ? p.d[4 * j + 2 * i + c] : 0.f;
-                    for (int k = 0; k < 32; ++k) sum += a[i][k] * b[k];
-                    p.d[4 * j + 2 * i + c] = sum;
-                }
-            }
+    while (!me.products.empty() && me.products[0].group + PENDING < me.committed) {
+        multiply_now(me.products[0]);
+        me.products.pop_front();
     }
     meet(group, 128, thread, 0, 0);
-    me.products.clear();
 }
 
 // --- plain memory and arithmetic --------------------------------------------------------------------------
 
 DEVICE float load_shared(u32 address) {
     float x;
-    memcpy(&x, shared + address, 4);
+    memcpy(&x, memory() + address, 4);
     return x;
 }
 DEVICE u32 load_shared_word(u32 address) {
     u32 x;
-    memcpy(&x, shared + address, 4);
+    memcpy(&x, memory() + address, 4);
     return x;
 }
 static void store_shared(u32 address, const void* value, u32 bytes) {
     if (address % bytes) fail("a shared store is misaligned");
-    memcpy(shared + address, value, bytes);
+    memcpy(memory() + address, value, bytes);
     for (u32 i = 0; i < bytes; ++i) {
-        unfenced[address + i] = 1;
+        unfenced[this_block()][address + i] = 1;
         fibers[current].unfenced.push_back(address + i);
     }
 }
@@ -436,19 +471,22 @@ static void engine_step() {
         }
 }
 
-static void run_block() {
+static void run_cluster() {
+    const int threads = BLOCK_THREADS * cluster_blocks;
     error.clear();
     pending_loads.clear();
     all_groups.clear();
-    memset(shared, 0xFF, SHARED_SIZE);
-    std::fill(unfenced.begin(), unfenced.end(), 0);
+    memset(memories, 0xFF, sizeof memories);
+    for (auto& bytes : unfenced) std::fill(bytes.begin(), bytes.end(), 0);
     for (auto& w : warps) w = Rendezvous{};
     for (auto& g : groups_of_warps) g = Rendezvous{};
-    block_barrier = Rendezvous{};
-    for (int i = 0; i < MAX_THREADS; ++i) {
+    for (auto& b : block_barriers) b = Rendezvous{};
+    cluster_barrier = Rendezvous{};
+    for (int i = 0; i < threads; ++i) {
         Fiber& f = fibers[i];
         f.done = false;
         f.unfenced.clear(), f.products.clear(), f.stores.clear(), f.groups.clear();
+        f.committed = 0;
         f.stack.resize(128 * 1024);
         getcontext(&f.context);
         f.context.uc_stack.ss_sp = f.stack.data();
@@ -461,7 +499,7 @@ static void run_block() {
     while (error.empty()) {
         const u64 before = progress;
         bool alive = false;
-        for (int i = 0; i < MAX_THREADS; ++i) {
+        for (int i = 0; i < threads; ++i) {
             if (fibers[i].done) continue;
             alive = true;
             if (i % 32 == 0) {
@@ -469,8 +507,7 @@ static void run_block() {
                 else if (random_below(16) == 0) stalled[i / 32] = random_below(24);
             }
             if (stalled[i / 32] > 0) continue;
-            current = i;
-            threadIdx.x = i;
+            enter(i);
             swapcontext(&main_context, &fibers[i].context);
         }
         if (!alive) break;
@@ -494,14 +531,14 @@ static void call(void (*kernel)(A...), void** arguments, std::index_sequence<I..
 }
 
 template <typename... A>
-static const char* launch_all(void (*kernel)(A...), int blocks, u64 seed, void** arguments) {
+static const char* launch_all(void (*kernel)(A...), int cluster, int blocks, u64 seed, void** arguments) {
     for (int i = 0; i < 256; ++i) e4m3_table[i] = e4m3_value(i);
     random_state = seed;
     gridDim.x = blocks;
+    cluster_blocks = cluster;
     body = [=] { call(kernel, arguments, std::index_sequence_for<A...>{}); };
-    for (int block = 0; block < blocks; ++block) {
-        blockIdx.x = block;
-        run_block();
+    for (first_block = 0; first_block < blocks; first_block += cluster) {
+        run_cluster();
         if (!error.empty()) break;
     }
     return error.c_str();

@@ -12,8 +12,6 @@ Sources need nvcc or NVRTC once (jit/). Nothing here checks the GPU: the backend
 
 from __future__ import annotations
 
-import functools
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -21,20 +19,23 @@ import triton
 from torch import Tensor
 
 from ...precision.quantize import BLOCK
+from .cuda_kernels import (
+    DEFAULT_BUILD,
+    Build,
+    box_map,
+    cuda_source,
+    launch,
+    operand_map,
+    store_map,
+)
 from .fp8_quantize import QuantizedWeight, check_fp8_dims
-from .gemm_common import GemmConfig, check_matrix, check_pool, grid_size
-from .jit import Kernel, load_kernel, tensor_map
+from .gemm_common import check_matrix, check_pool
 from .jit.cache import has_cubin
 from .jit.compiler import FIX, find_nvcc, find_nvrtc
-from .jit.tensor_map import TensorMap
 from .tiles import BLOCK_M, PoolTiles
 
-THREADS = 384
-SHARED_BYTES = {3: 230_960, 4: 231_488}
-"""Dynamic shared memory of every kernel by stages of its ring; SHARED_BYTES of cuda/fp8_gemm.cuh."""
 COLUMNS = 256
 """Columns of a tile of gemm_plain_fp8 and gemm_down_backward_fp8; gemm_up_fp8 has 128 of I."""
-STORE_ROWS = 16
 _TABLES = ("ptr", "ptr", "i32", "i32", "i32")  # tile_expert, num_tiles, P, columns, K blocks
 
 
@@ -57,25 +58,6 @@ class Fp8Rows(NamedTuple):
         )
 
 
-class Fp8Build(NamedTuple):
-    """How the kernels are compiled; every build gives the same bits.
-
-    Attributes:
-        stages: depth of the ring, 3 or 4; with 4 the results have less room on their way out.
-        a_registers: the rows' operand goes through registers, so that shared memory is read less.
-    """
-
-    stages: int = 3
-    a_registers: bool = False
-
-    @property
-    def defines(self) -> tuple[str, ...]:
-        return ("FOUR_STAGES",) * (self.stages == 4) + ("A_REGISTERS",) * self.a_registers
-
-
-DEFAULT_BUILD = Fp8Build()
-
-
 class DownBackwardFp8(NamedTuple):
     """Results of `gemm_down_backward_fp8`.
 
@@ -90,13 +72,6 @@ class DownBackwardFp8(NamedTuple):
     dgu16: Tensor | None
     h_RI: Tensor | None
     dw_parts: Tensor | None
-
-
-@functools.cache
-def cuda_source(name: str) -> str:
-    """The whole text of a kernel: what it shares with the others, then its own file."""
-    folder = Path(__file__).with_name("cuda")
-    return "\n".join((folder / file).read_text() for file in ("ptx.cuh", "fp8_gemm.cuh", f"{name}.cu"))
 
 
 VARIANTS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -124,33 +99,6 @@ def why_no_kernels() -> str | None:
     )
 
 
-def _kernel(
-    name: str, kinds: tuple[str, ...], device: torch.device, build: Fp8Build, defines: tuple[str, ...] = ()
-) -> Kernel:
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return _loaded(name, kinds, index, SHARED_BYTES[build.stages], build.defines + defines)
-
-
-@functools.cache
-def _loaded(
-    name: str, kinds: tuple[str, ...], device: int, shared_bytes: int, defines: tuple[str, ...]
-) -> Kernel:
-    return load_kernel(
-        cuda_source(name), name, name, kinds, threads=THREADS, shared_bytes=shared_bytes,
-        device=torch.device("cuda", device), defines=defines,
-    )  # fmt: skip
-
-
-def _operand_map(x: Tensor) -> TensorMap:
-    """Boxes of 128 rows × 128 e4m3 of one matrix of x (S, M, N)."""
-    return tensor_map(x, (1, BLOCK, BLOCK))
-
-
-def _store_map(x: Tensor) -> TensorMap:
-    """Boxes of one warp's rows × 128 bytes of one matrix of x (S, M, N)."""
-    return tensor_map(x, (1, STORE_ROWS, BLOCK // x.element_size()))
-
-
 def check_rows(name: str, x: Fp8Rows, matrices: int, rows: int, columns: int) -> None:
     """Raise ConfigError unless x holds `matrices` of (rows, columns)."""
     check_matrix(f"{name}.data", x.data, (matrices, rows, columns), torch.float8_e4m3fn)
@@ -174,7 +122,7 @@ def gemm_up_fp8(
     *,
     save: bool = True,
     reserved_sms: int = 0,
-    build: Fp8Build = DEFAULT_BUILD,
+    build: Build = DEFAULT_BUILD,
 ) -> tuple[Fp8Rows, Tensor | None]:
     """Gate and up projections, SwiGLU and top-k weight, for the rows of the tiles in use.
 
@@ -205,17 +153,16 @@ def gemm_up_fp8(
     h = Fp8Rows.empty(1, rows, intermediate, device)
     gate_up = x.data.new_empty(2, rows, intermediate, dtype=torch.bfloat16) if save else None
     kinds = ("map",) * 4 + ("ptr",) * 4 + _TABLES + ("i32",)
-    kernel = _kernel("fp8_up", kinds, device, build, ("SAVE",) if save else ())
-    h_map = _store_map(h.data)
-    kernel.launch(
-        grid_size(device, GemmConfig(), reserved_sms),
+    h_map = store_map(h.data)
+    launch(
+        "fp8_up", kinds,
         (
-            _operand_map(x.data), _operand_map(w13.data), h_map,
-            h_map if gate_up is None else _store_map(gate_up),
+            operand_map(x.data), operand_map(w13.data), h_map,
+            h_map if gate_up is None else store_map(gate_up),
             x.scale, w13.scale, h.scale, weight_R, tiles.tile_expert, tiles.num_tiles, rows, intermediate,
             triton.cdiv(hidden, BLOCK), experts,
         ),
-        device,
+        device, build=build, reserved_sms=reserved_sms, defines=("SAVE",) * save,
     )  # fmt: skip
     return h, gate_up
 
@@ -228,7 +175,7 @@ def gemm_plain_fp8(
     *,
     out: Tensor | None = None,
     reserved_sms: int = 0,
-    build: Fp8Build = DEFAULT_BUILD,
+    build: Build = DEFAULT_BUILD,
 ) -> Tensor:
     """out[r] = Σ_s a[s, r] · weight[s · e + expert of r]ᵀ for the rows of the tiles in use.
 
@@ -258,15 +205,14 @@ def gemm_plain_fp8(
     if out is None:
         out = a.data.new_empty(rows, columns, dtype=torch.bfloat16)
     check_matrix("out", out, (rows, columns), torch.bfloat16)
-    kernel = _kernel("fp8_plain", ("map",) * 3 + ("ptr",) * 2 + _TABLES + ("i32", "i32"), device, build)
-    kernel.launch(
-        grid_size(device, GemmConfig(), reserved_sms),
+    launch(
+        "fp8_plain", ("map",) * 3 + ("ptr",) * 2 + _TABLES + ("i32", "i32"),
         (
-            _operand_map(a.data), _operand_map(weight), _store_map(out.view(1, rows, columns)),
+            operand_map(a.data), operand_map(weight), store_map(out.view(1, rows, columns)),
             a.scale, scale, tiles.tile_expert, tiles.num_tiles, rows, columns,
             triton.cdiv(contraction, BLOCK), matrices, experts,
         ),
-        device,
+        device, build=build, reserved_sms=reserved_sms,
     )  # fmt: skip
     return out
 
@@ -282,7 +228,7 @@ def gemm_down_backward_fp8(
     need_h: bool = True,
     need_dw: bool = True,
     reserved_sms: int = 0,
-    build: Fp8Build = DEFAULT_BUILD,
+    build: Build = DEFAULT_BUILD,
 ) -> DownBackwardFp8:
     """Gradients of gate, up and top-k weight from dy, for the rows of the tiles in use.
 
@@ -320,16 +266,16 @@ def gemm_down_backward_fp8(
     dw_parts = weight_R.new_empty(parts, rows) if need_dw else None
     defines = ("WRITE_GRADS",) * need_grads + ("WRITE_H",) * need_h
     kinds = ("map",) * 6 + ("ptr",) * 5 + _TABLES + ("i32",)
-    saved_map = tensor_map(gate_up, (1, BLOCK_M, BLOCK // 2))
-    _kernel("fp8_down_backward", kinds, device, build, defines).launch(
-        grid_size(device, GemmConfig(), reserved_sms),
+    saved_map = box_map(gate_up, BLOCK_M)
+    launch(
+        "fp8_down_backward", kinds,
         (
-            _operand_map(dy.data), _operand_map(w2.data_t), saved_map, _store_map(dgu.data),
-            saved_map if dgu16 is None else _store_map(dgu16),
-            saved_map if h_RI is None else _store_map(h_RI.view(1, rows, intermediate)),
+            operand_map(dy.data), operand_map(w2.data_t), saved_map, store_map(dgu.data),
+            saved_map if dgu16 is None else store_map(dgu16),
+            saved_map if h_RI is None else store_map(h_RI.view(1, rows, intermediate)),
             dy.scale, w2.scale_t, dgu.scale, weight_R, dw_parts, tiles.tile_expert, tiles.num_tiles,
             rows, intermediate, triton.cdiv(hidden, BLOCK), experts,
         ),
-        device,
+        device, build=build, reserved_sms=reserved_sms, defines=defines,
     )  # fmt: skip
     return DownBackwardFp8(dgu, dgu16, h_RI, dw_parts)

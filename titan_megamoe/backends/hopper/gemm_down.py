@@ -110,12 +110,7 @@ def gemm_down(
     check_matrix("h_RI", h_RI, (rows, intermediate), torch.bfloat16)
     check_matrix("w2", w2, (experts, hidden, intermediate), torch.bfloat16)
     o_RH = output_or_new(out, "out", (rows, hidden), h_RI)
-    first, last = columns or (0, hidden)
-    if not 0 <= first < last <= hidden or first % COLUMN_UNIT:
-        raise ConfigError(
-            f"columns are [{first}, {last}), but a range within H = {hidden} that starts at a multiple of "
-            f"{COLUMN_UNIT} is needed; make it with wave_columns"
-        )
+    first, last = check_columns(columns, hidden)
     c = choose_config(config, DOWN_CONFIG, intermediate)
     grid = (grid_size(h_RI.device, c, reserved_sms),)
     o_RN = o_RH[:, first:last]
@@ -161,6 +156,17 @@ def wave_columns(hidden: int, waves: int) -> list[tuple[int, int]]:
     waves = min(waves, units)
     edges = [units * i // waves * COLUMN_UNIT for i in range(waves)] + [hidden]
     return list(zip(edges, edges[1:], strict=False))
+
+
+def check_columns(columns: tuple[int, int] | None, hidden: int) -> tuple[int, int]:
+    """The range of output columns of a call, or ConfigError if no kernel can start or end there."""
+    first, last = columns or (0, hidden)
+    if not 0 <= first < last <= hidden or first % COLUMN_UNIT:
+        raise ConfigError(
+            f"columns are [{first}, {last}), but a range within H = {hidden} that starts at a multiple of "
+            f"{COLUMN_UNIT} is needed; make it with wave_columns"
+        )
+    return first, last
 
 
 def _column_descriptor(o_RN: Tensor, columns: int) -> GluonDescriptor:

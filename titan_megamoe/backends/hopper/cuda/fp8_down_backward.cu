@@ -1,6 +1,6 @@
 // The down projection's data gradient with the SwiGLU backward and the quantization of dg and du.
 //
-//     dh'    = dy·W2                             fp32 sums, see fp8_gemm.cuh for the roles
+//     dh'    = dy·W2                             fp32 sums, see ring.cuh for the roles
 //     h      = silu(g)·u                         from the saved bf16 g, u
 //     dw     = ⟨dh', h⟩                          one partial sum per row and column tile
 //     dg, du = w·dh'·u·silu'(g), w·dh'·silu(g)   e4m3 with one scale per row and 128 columns of I
@@ -63,7 +63,7 @@ DEVICE void swiglu_backward(float (&sums)[64], float (&du)[64], Backward& state,
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_down_backward(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS fp8_down_backward(
     const __grid_constant__ TensorMap dy,      // (1, P, H) e4m3, box (1, 128, 128)
     const __grid_constant__ TensorMap w2t,     // (e, I, H) e4m3, W2 transposed; box (1, 128, 128)
     const __grid_constant__ TensorMap saved,   // (2, P, I) bf16 gate and up, box (1, 128, 64)
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_down_backward(
     if (threadIdx.x >= MATH_THREADS) {
         registers_down<LOAD_REGISTERS>();
         if (threadIdx.x == MATH_THREADS) {
-            fill(p, s, dy, w2t, [&](const Tile& tile, Position& at) {
+            fill_fp8(p, s, dy, w2t, [&](const Tile& tile, Position& at) {
                 for (int quarter = 0; quarter < QUARTERS; ++quarter) {
                     barrier_wait(s.empty(at.stage), at.round ^ 1);
                     const u32 full = s.full(at.stage), to = s.stage(at.stage);
@@ -98,13 +98,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_down_backward(
         registers_up<MATH_REGISTERS>();
         const u32 lane = threadIdx.x % 32;
         const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        const int column_tiles = p.column_tiles();
-        const int total = __ldg(num_tiles) * column_tiles;
         Pieces pieces{s.staging(warp)};
         const u64 scale_block = pool_rows, scale_matrix = u64(p.column_blocks()) * pool_rows;
         Position at;
-        for (int index = blockIdx.x; index < total; index += gridDim.x) {
-            const Tile tile(p, index, column_tiles);
+        for (Tiles tiles = p.tiles(); tiles.more(); tiles.advance()) {
+            const Tile tile = tiles.tile();
             const int row = tile.row + warp * WARP_ROWS;
             Backward state{__ldg(weight + row + lane / 4), __ldg(weight + row + lane / 4 + 8), 0.f, 0.f};
             Sums sums;
@@ -129,13 +127,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_down_backward(
                         store_commit();
                         if (unreleased < STAGES) {
                             store_wait_read<1>();
-                            barrier_arrive(s.empty(unreleased));
+                            release(s, unreleased);
                         }
                     }
                     unreleased = at.stage;
                 } else {
                     __syncwarp();
-                    if (lane == 0) barrier_arrive(s.empty(at.stage));
+                    if (lane == 0) release(s, at.stage);
                 }
                 at.advance();
             };
@@ -162,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_down_backward(
             half_tile(sums.right, 1);
             if (LATE_RELEASE && lane == 0) {
                 store_wait_read<0>();
-                barrier_arrive(s.empty(unreleased));
+                release(s, unreleased);
             }
             if (dw != nullptr) {
                 float* out = dw + u64(tile.column / p.tile_columns()) * pool_rows + row;
@@ -175,4 +173,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_down_backward(
         }
         if (lane == 0) store_wait_all();
     }
+    close_block();
 }

@@ -1,10 +1,10 @@
 // Expert GEMM with a bf16 result: GEMM2 (o = h'·W2ᵀ) and, with two segments, dgrad1 (dx = dg·W1 + du·W3).
 //
-//     out[r, n] = bf16(acc[r, n])          (P, N), see fp8_gemm.cuh for acc and the roles
+//     out[r, n] = bf16(acc[r, n])          (P, N), see fp8_gemm.cuh for acc, ring.cuh for the roles
 //
 // Epilogue: every warp rounds its 16 rows × 256 columns and sends them in four boxes.
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_plain(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS fp8_plain(
     const __grid_constant__ TensorMap a,    // (segments, P, K) e4m3, box (1, 128, 128)
     const __grid_constant__ TensorMap b,    // (layers, N, K) e4m3, box (1, 128, 128)
     const __grid_constant__ TensorMap out,  // (1, P, N) bf16, box (1, 16, 64)
@@ -16,16 +16,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_plain(
     const Shared s = open_block(shared);
     if (threadIdx.x >= MATH_THREADS) {
         registers_down<LOAD_REGISTERS>();
-        if (threadIdx.x == MATH_THREADS) fill(p, s, a, b, [](const Tile&, Position&) {});
+        if (threadIdx.x == MATH_THREADS) fill_fp8(p, s, a, b, [](const Tile&, Position&) {});
     } else {
         registers_up<MATH_REGISTERS>();
         const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         Pieces pieces{s.staging(warp)};
-        const int column_tiles = p.column_tiles();
-        const int total = __ldg(num_tiles) * column_tiles;
         Position at;
-        for (int index = blockIdx.x; index < total; index += gridDim.x) {
-            const Tile tile(p, index, column_tiles);
+        for (Tiles tiles = p.tiles(); tiles.more(); tiles.advance()) {
+            const Tile tile = tiles.tile();
             Sums sums;
             accumulate(p, s, tile, at, sums);
             const int row = tile.row + warp * WARP_ROWS;
@@ -34,4 +32,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_plain(
         }
         if (threadIdx.x % 32 == 0) store_wait_all();
     }
+    close_block();
 }

@@ -1,6 +1,6 @@
 // Gate and up projections with SwiGLU, the top-k weight and the quantization of h' in the epilogue.
 //
-//     g, u  = x·W1ᵀ, x·W3ᵀ                       fp32 sums, see fp8_gemm.cuh for the roles
+//     g, u  = x·W1ᵀ, x·W3ᵀ                       fp32 sums, see ring.cuh for the roles
 //     h'    = w · silu(g) · u                    e4m3 with one scale per row and 128 columns of I
 //     g, u  as bf16 too, where a backward follows (SAVE)
 //
@@ -8,7 +8,7 @@
 // by four threads. So h' is quantized from the fp32 registers and never read back. The 1×128 scale is that of
 // precision/quantize.py; NaN and Inf stay in their row's block.
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_up(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS fp8_up(
     const __grid_constant__ TensorMap x,        // (1, P, H) e4m3, box (1, 128, 128)
     const __grid_constant__ TensorMap w13,      // (2e, I, H) e4m3: all of W1, then all of W3; box (1, 128, 128)
     const __grid_constant__ TensorMap h,        // (1, P, I) e4m3, box (1, 16, 128)
@@ -24,17 +24,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_up(
     const Shared s = open_block(shared);
     if (threadIdx.x >= MATH_THREADS) {
         registers_down<LOAD_REGISTERS>();
-        if (threadIdx.x == MATH_THREADS) fill(p, s, x, w13, [](const Tile&, Position&) {});
+        if (threadIdx.x == MATH_THREADS) fill_fp8(p, s, x, w13, [](const Tile&, Position&) {});
     } else {
         registers_up<MATH_REGISTERS>();
         const u32 lane = threadIdx.x % 32;
         const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         Pieces pieces{s.staging(warp)};
-        const int column_tiles = p.column_tiles();
-        const int total = __ldg(num_tiles) * column_tiles;
         Position at;
-        for (int index = blockIdx.x; index < total; index += gridDim.x) {
-            const Tile tile(p, index, column_tiles);
+        for (Tiles tiles = p.tiles(); tiles.more(); tiles.advance()) {
+            const Tile tile = tiles.tile();
             const int row = tile.row + warp * WARP_ROWS;
             const float upper_weight = __ldg(weight + row + lane / 4);
             const float lower_weight = __ldg(weight + row + lane / 4 + 8);
@@ -61,4 +59,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_up(
         }
         if (lane == 0) store_wait_all();
     }
+    close_block();
 }

@@ -1,0 +1,253 @@
+// What all expert GEMMs here share: roles, tiles, the ring of stages, and the way of results to memory.
+//
+// Grid: one persistent block per SM that is not reserved. A tile is ROWS rows of the pool × two column blocks of
+// 128 (`left`, `right`: gate and up of the same columns, or neighbours), column tiles fastest. Block p takes tiles
+// p, p + G, …
+//
+// Roles (384 threads):
+//   warpgroups 0, 1   multiply: 64 rows × (128 left + 128 right) each
+//   warpgroup 2       one thread fills the ring of STAGES stages through the copy engine: 128 rows of a, 128 +
+//                     128 rows (or columns) of the weight, 128 bytes of K each
+//
+// Synchronisation: stage s has barriers full[s] (1 arrival and the bytes) and empty[s] (8 arrivals, one a
+// multiplying warp). Both sides walk the same sequence of stages (tiles, then segments and blocks of K, then
+// what an epilogue loads), so the n-th fill of a stage waits for the n-1-th release, which waits for nothing
+// but the n-1-th fill: by induction every wait ends. No block waits for a block outside its cluster.
+//
+// PAIRED: a cluster of two blocks takes two neighbouring row tiles of the same columns. Where both belong to one
+// expert each block loads half of the weight into both, so that a tile needs a third less from L2. An odd last row
+// tile is taken twice: both blocks compute and write the same bits. A fill then waits for the releases of both
+// blocks (16 arrivals): both walk sequences of the same length, so the induction holds for the pair. The bytes that
+// a peer sends for the n-th fill come after this block's n-1-th release, so they count on the n-th phase of full[s],
+// which this block's own arrival keeps open. No block leaves while its peer may still reach it.
+//
+// Padding rows of the pool: a row of a makes the same row of the result and nothing else, whatever it holds.
+// Past K and N the copy engine reads zeros and writes nothing.
+//
+// Letters: P pool rows, K contraction, N columns of one weight, e experts.
+
+constexpr int ROWS = 128;
+constexpr int BLOCK = 128;  // columns of a column block; K of a stage in bytes
+// Two ways to spend shared memory: a deeper ring, or room for all results of a tile.
+#ifdef FOUR_STAGES
+constexpr int STAGES = 4, PIECES = 2;
+#else
+constexpr int STAGES = 3, PIECES = 5;
+#endif
+#ifdef PAIRED
+#define CLUSTER_DIMS __cluster_dims__(2, 1, 1)
+constexpr int CLUSTER = 2;
+#else
+#define CLUSTER_DIMS
+constexpr int CLUSTER = 1;
+#endif
+constexpr int WARPS = 8;  // that multiply
+constexpr int WARP_ROWS = 16;
+constexpr int MATH_THREADS = 32 * WARPS;
+constexpr int THREADS = MATH_THREADS + 128;
+
+constexpr u32 MATRIX_BYTES = ROWS * BLOCK;  // 128 rows of 128 bytes
+constexpr u32 STAGE_BYTES = 3 * MATRIX_BYTES;
+constexpr u32 SCALES_BYTES = ROWS * 4;  // of the rows in a stage; fp8 only
+constexpr u32 PIECE_BYTES = WARP_ROWS * 128;  // what one store_box takes: 16 rows of 128 bytes
+constexpr u32 WARP_STAGING = PIECES * PIECE_BYTES;
+
+constexpr u32 STAGING_AT = STAGES * STAGE_BYTES;
+constexpr u32 SCALES_AT = STAGING_AT + WARPS * WARP_STAGING;
+constexpr u32 FULL_AT = SCALES_AT + STAGES * SCALES_BYTES;
+constexpr u32 EMPTY_AT = FULL_AT + STAGES * 8;
+constexpr u32 SHARED_BYTES = EMPTY_AT + STAGES * 8;
+static_assert(SHARED_BYTES <= 227 * 1024, "more shared memory than a block can have");
+static_assert(SHARED_BYTES == (STAGES == 3 ? 230960 : 231488), "cuda_kernels.py gives every block so much");
+static_assert(THREADS == 384, "cuda_kernels.py launches so many");
+
+constexpr u32 MATH_REGISTERS = 232;
+constexpr u32 LOAD_REGISTERS = 40;
+constexpr float LOG2_E = 1.4426950408889634f;
+// This block's place in its cluster.
+DEVICE u32 rank() { return blockIdx.x % CLUSTER; }
+
+struct Tile {
+    int row, column, expert;
+    bool both;  // the peer multiplies with the same weight
+};
+
+// The tiles of this block, in turn.
+struct Tiles {
+    const int* tile_expert;
+    int row_tiles, column_tiles, tile_columns, unit;
+
+    DEVICE Tiles(const int* tile_expert, const int* num_tiles, int columns, int tile_columns)
+        : tile_expert(tile_expert),
+          row_tiles(__ldg(num_tiles)),
+          column_tiles((columns + tile_columns - 1) / tile_columns),
+          tile_columns(tile_columns),
+          unit(blockIdx.x / CLUSTER) {}
+
+    DEVICE bool more() const { return unit < (row_tiles + CLUSTER - 1) / CLUSTER * column_tiles; }
+    DEVICE void advance() { unit += gridDim.x / CLUSTER; }
+
+    DEVICE Tile tile() const {
+        const int group = unit / column_tiles, column = (unit - group * column_tiles) * tile_columns;
+        const int m = min(group * CLUSTER + int(rank()), row_tiles - 1);
+        const int expert = __ldg(tile_expert + m);
+        if (CLUSTER == 1) return Tile{m * ROWS, column, expert, false};
+        const int peer = min(group * CLUSTER + 1 - int(rank()), row_tiles - 1);
+        return Tile{m * ROWS, column, expert, __ldg(tile_expert + peer) == expert};
+    }
+};
+
+struct Shared {
+    u32 base;
+
+    DEVICE u32 stage(u32 s) const { return base + s * STAGE_BYTES; }
+    DEVICE u32 scales(u32 s) const { return base + SCALES_AT + s * SCALES_BYTES; }
+    DEVICE u32 full(u32 s) const { return base + FULL_AT + s * 8; }
+    DEVICE u32 empty(u32 s) const { return base + EMPTY_AT + s * 8; }
+    DEVICE u32 staging(u32 warp) const { return base + STAGING_AT + warp * WARP_STAGING; }
+};
+
+// Where one side of the ring stands: the stage, and the parity of its current round.
+struct Position {
+    u32 stage = 0, round = 0;
+
+    DEVICE void advance() {
+        stage = stage == STAGES - 1 ? 0 : stage + 1;
+        round ^= stage == 0;
+    }
+};
+
+// Barriers of a new block; all threads. `shared` must be 1024-byte aligned.
+DEVICE Shared open_block(void* shared) {
+    const Shared s{shared_address(shared)};
+    if (threadIdx.x == MATH_THREADS) {
+        for (u32 i = 0; i < STAGES; ++i) {
+            barrier_init(s.full(i), 1);
+            barrier_init(s.empty(i), WARPS * CLUSTER);
+        }
+        fence_barrier_init();
+    }
+    if (CLUSTER == 1) __syncthreads();
+    else cluster_sync();
+    return s;
+}
+
+// All threads, at the end: the peer may reach this block's memory until it is here too.
+DEVICE void close_block() {
+    if (CLUSTER > 1) cluster_sync();
+}
+
+// One thread of a warp: the warp needs the stage no more.
+DEVICE void release(const Shared& s, u32 stage) {
+    barrier_arrive(s.empty(stage));
+    if (CLUSTER > 1) barrier_arrive_at(s.empty(stage), rank() ^ 1);
+}
+
+// One thread: fill the stages of all tiles of this block. `step(tile, segment, block, stage)` starts the loads of
+// `bytes` bytes in all, those of the peer included; `more(tile, position)` fills what an epilogue loads.
+template <typename Step, typename More>
+DEVICE void fill(Tiles tiles, const Shared& s, int segments, int k_blocks, u32 bytes, Step step, More more) {
+    Position at;
+    for (; tiles.more(); tiles.advance()) {
+        const Tile tile = tiles.tile();
+        for (int segment = 0; segment < segments; ++segment)
+            for (int block = 0; block < k_blocks; ++block) {
+                barrier_wait(s.empty(at.stage), at.round ^ 1);
+                barrier_expect(s.full(at.stage), bytes);
+                step(tile, segment, block, at.stage);
+                at.advance();
+            }
+        more(tile, at);
+    }
+}
+
+// Whether this block loads half 0 (left) or 1 (right) of the weight's part of a stage.
+DEVICE bool loads_half(const Tile& tile, u32 half) { return !tile.both || half == rank(); }
+
+// A box of the weight into this block, or into both of a pair that shares it.
+DEVICE void load_weight(const Tile& tile, u32 to, const TensorMap& map, u32 full, int x, int y, int z) {
+    if (CLUSTER > 1 && tile.both) load_box_both(to, map, full, x, y, z);
+    else load_box(to, map, full, x, y, z);
+}
+
+// One multiplying thread's part of a tile: d[4j + 2i + c] of `left` and `right` is row `row + 8i` of the tile,
+// column 8j + 2·(lane mod 4) + c of the column block.
+struct Sums {
+    float left[64], right[64];
+};
+
+// --- what the epilogues share -----------------------------------------------------------------------------
+
+// Byte of a 16-row piece (rows of 128 bytes, 128-byte swizzle) where this thread's part of 16-byte unit 0 of its
+// upper row begins. Unit c is at `^ (c << 4)`, the lower row at + 1024.
+template <u32 BYTES>  // that a thread owns of a unit: 4 (two bf16) or 2 (two e4m3)
+DEVICE u32 piece_offset(u32 lane) {
+    return lane / 4 * 128 + (lane / 4 << 4) + lane % 4 * BYTES;
+}
+
+// The largest value of a row's column block: over the four threads that share the row.
+DEVICE float row_max(float value) {
+    value = max_or_nan(value, __shfl_xor_sync(~0u, value, 1));
+    return max_or_nan(value, __shfl_xor_sync(~0u, value, 2));
+}
+
+DEVICE float row_sum(float value) {
+    value += __shfl_xor_sync(~0u, value, 1);
+    return value + __shfl_xor_sync(~0u, value, 2);
+}
+
+// 64 columns (from column 64·HALF of the block) of values as bf16 into a piece.
+template <int HALF>
+DEVICE void stage_bf16(const float (&values)[64], u32 piece) {
+    const u32 to = piece + piece_offset<4>(threadIdx.x % 32);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+        const int j = 8 * HALF + c;
+        store_shared_word(to ^ (c << 4), pack_bf16(values[4 * j], values[4 * j + 1]));
+        store_shared_word((to ^ (c << 4)) + 1024, pack_bf16(values[4 * j + 2], values[4 * j + 3]));
+    }
+}
+
+// Ordinary stores of this warp to its pieces precede what its lane 0 then stores with the copy engine.
+DEVICE void hand_to_copy_engine() {
+    fence_async_proxy();
+    __syncwarp();
+}
+
+// A warp's ring of pieces, from which results leave. Every store from one is a bulk group of its own, so that the
+// piece used PIECES stores ago may be written again when all but the newest PIECES - 1 groups have been read.
+struct Pieces {
+    u32 base, next = 0;
+
+    // The next piece, free to be written by the whole warp.
+    DEVICE u32 take() {
+        if (threadIdx.x % 32 == 0) store_wait_read<PIECES - 1>();
+        __syncwarp();
+        const u32 piece = base + next * PIECE_BYTES;
+        next = next == PIECES - 1 ? 0 : next + 1;
+        return piece;
+    }
+};
+
+// What the warp wrote to a piece leaves for a box of `map`, if it begins inside.
+DEVICE void send(const TensorMap& map, u32 piece, bool inside, int x, int y, int z) {
+    hand_to_copy_engine();
+    if (threadIdx.x % 32 == 0) {
+        if (inside) store_box(map, piece, x, y, z);
+        store_commit();
+    }
+}
+
+// 128 columns of values, from column x on, as bf16 to two boxes of `map`.
+DEVICE void send_bf16(const TensorMap& map, const float (&values)[64], Pieces& pieces, int columns, int x, int y,
+                      int z) {
+    u32 piece = pieces.take();
+    stage_bf16<0>(values, piece);
+    send(map, piece, x < columns, x, y, z);
+    piece = pieces.take();
+    stage_bf16<1>(values, piece);
+    send(map, piece, x + 64 < columns, x + 64, y, z);
+}
+
+// sigmoid(g) = 1 / (1 + 2^(-g·log2 e)); both steps within 2 ulp.
+DEVICE float sigmoid(float g) { return reciprocal_approx(1.f + exp2_approx(-LOG2_E * g)); }
