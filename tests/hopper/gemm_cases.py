@@ -117,9 +117,7 @@ def check_down(pool: Pool, config: GemmConfig | None = None, gemm: Gemm = gemm_d
         untouched(pool, out)
 
 
-def check_up(
-    pool: Pool, config: GemmConfig | None = None, save: bool = True, gemm: Gemm = gemm_up
-) -> None:
+def check_up(pool: Pool, config: GemmConfig | None = None, save: bool = True, gemm: Gemm = gemm_up) -> None:
     gemm = functools.partial(gemm, config=config) if gemm is gemm_up else gemm
     x = pool.rows(pool.hidden)
     out_h = torch.full((x.shape[0], pool.intermediate), NAN, device=x.device).bfloat16()
@@ -173,9 +171,7 @@ def check_down_backward(
         assert got.dw_R is None
 
 
-def check_up_backward(
-    pool: Pool, config: GemmConfig | None = None, gemm: Gemm = gemm_up_backward
-) -> None:
+def check_up_backward(pool: Pool, config: GemmConfig | None = None, gemm: Gemm = gemm_up_backward) -> None:
     gemm = functools.partial(gemm, config=config) if gemm is gemm_up_backward else gemm
     dgu = torch.stack((pool.rows(pool.intermediate), pool.rows(pool.intermediate)))
     out = torch.full((dgu.shape[1], pool.hidden), NAN, device=dgu.device).bfloat16()

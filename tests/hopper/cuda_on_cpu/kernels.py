@@ -69,7 +69,9 @@ def run_on_cpu(monkeypatch: Any, folder: Path) -> None:
     """From here on the callers of cuda_kernels.py launch kernels on the CPU."""
 
     @functools.cache
-    def kernel(name: str, kinds: tuple[str, ...], device: Any, how: Any, defines: tuple[str, ...]) -> CpuKernel:
+    def kernel(
+        name: str, kinds: tuple[str, ...], device: Any, how: Any, defines: tuple[str, ...]
+    ) -> CpuKernel:
         return CpuKernel(build(folder, name, how.defines + defines), name, kinds)
 
     monkeypatch.setattr(cuda_kernels, "_kernel", kernel)

@@ -237,7 +237,7 @@ static void for_box(const TensorMap& map, u32 base, const int (&at)[3], Visit vi
         }
 }
 
-static void load_box_into(int block, u32 to, const TensorMap& map, u32 barrier, int x, int y, int z) {
+static void start_load(int block, u32 to, const TensorMap& map, u32 barrier, int x, int y, int z) {
     const int at[3] = {x, y, z};
     for_box(map, to, at, [&](u32 s, char*) { memset(memories[block] + s, 0xFF, map.element); });
     pending_loads.push_back([=] {
@@ -251,10 +251,12 @@ static void load_box_into(int block, u32 to, const TensorMap& map, u32 barrier, 
     });
 }
 DEVICE void load_box(u32 to, const TensorMap& map, u32 barrier, int x, int y, int z) {
-    load_box_into(this_block(), to, map, barrier, x, y, z);
+    start_load(this_block(), to, map, barrier, x, y, z);
 }
-DEVICE void load_box_both(u32 to, const TensorMap& map, u32 barrier, int x, int y, int z) {
-    for (int block = 0; block < 2; ++block) load_box_into(block, to, map, barrier, x, y, z);
+DEVICE void load_box_into(u32 to, const TensorMap& map, u32 barrier, int x, int y, int z, u16 blocks) {
+    if (blocks == 0 || blocks >> cluster_blocks) fail("no such block in the cluster");
+    for (int block = 0; block < cluster_blocks; ++block)
+        if (blocks >> block & 1) start_load(block, to, map, barrier, x, y, z);
 }
 
 DEVICE void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {

@@ -1,4 +1,4 @@
-"""The bf16 expert GEMMs as CUDA kernels on one main loop (cuda/bf16_gemm.cuh), with the contracts of the Triton ones.
+"""The bf16 expert GEMMs as CUDA kernels on one main loop (cuda/bf16_gemm.cuh); contracts of the Triton ones.
 
     gemm_up_cuda             as gemm_up: h' = w · silu(x·W1ᵀ) · (x·W3ᵀ), g and u where a backward follows
     gemm_down_cuda           as gemm_down: o = h'·W2ᵀ

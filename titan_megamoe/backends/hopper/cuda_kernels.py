@@ -1,7 +1,7 @@
 """The CUDA kernels of cuda/: how they are built, launched and given their tensors.
 
-A kernel's text is ptx.cuh, ring.cuh, the loop of its family (the first word of its name: bf16 or fp8) and its own
-file; it needs nvcc or NVRTC once (jit/). Nothing here checks the GPU: the backend does.
+A kernel's text is ptx.cuh, ring.cuh, the loop of its family (the first word of its name: bf16 or fp8) and its
+own file; it needs nvcc or NVRTC once (jit/). Nothing here checks the GPU: the backend does.
 """
 
 from __future__ import annotations

@@ -69,12 +69,13 @@ DEVICE void load_box(u32 to, const TensorMap& map, u32 barrier, int x, int y, in
         " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z) : "memory");
 }
 
-// The same to the same address in both blocks of a cluster, counted in each on the barrier at that address.
-DEVICE void load_box_both(u32 to, const TensorMap& map, u32 barrier, int x, int y, int z) {
+// The same to the same address in every block of the cluster that `blocks` has a bit for, counted in each on the
+// barrier at that address.
+DEVICE void load_box_into(u32 to, const TensorMap& map, u32 barrier, int x, int y, int z, u16 blocks) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
         " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
-        "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(u16(3)) : "memory");
+        "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(blocks) : "memory");
 }
 
 // `bytes` contiguous bytes (a multiple of 16) to shared memory, counted on `barrier`.

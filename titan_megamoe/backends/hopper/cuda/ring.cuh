@@ -166,7 +166,7 @@ DEVICE bool loads_half(const Tile& tile, u32 half) { return !tile.both || half =
 
 // A box of the weight into this block, or into both of a pair that shares it.
 DEVICE void load_weight(const Tile& tile, u32 to, const TensorMap& map, u32 full, int x, int y, int z) {
-    if (CLUSTER > 1 && tile.both) load_box_both(to, map, full, x, y, z);
+    if (CLUSTER > 1) load_box_into(to, map, full, x, y, z, tile.both ? 3 : 1 << rank());
     else load_box(to, map, full, x, y, z);
 }
 
