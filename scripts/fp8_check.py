@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_megamoe.backends.hopper import fp8_gemm
+from titan_megamoe.backends.hopper import cuda_kernels
+from titan_megamoe.backends.hopper.cuda_kernels import Build
 from titan_megamoe.backends.hopper.fp8_gemm import (
-    Fp8Build,
     Fp8Rows,
     gemm_down_backward_fp8,
     gemm_plain_fp8,
@@ -73,11 +73,7 @@ PREDICTED = {
     },
 }
 ROUNDS = 15
-BUILDS = {
-    "4 stages": Fp8Build(4),
-    "a in registers": Fp8Build(3, True),
-    "4 stages, a in registers": Fp8Build(4, True),
-}
+BUILDS = {"4 stages": Build(4), "pairs": Build(3, 2), "4 stages, pairs": Build(4, 2)}
 
 
 def say(text: str = "") -> None:
@@ -264,16 +260,13 @@ ABLATIONS: dict[str, list[tuple[str, str]]] = {
         )
     ],
     "b not loaded": [
-        ("load_box(to + MATRIX_BYTES, b, full, block * BLOCK, tile.column, layer);", ""),
+        ("load_weight(tile, to + MATRIX_BYTES, b, full, block * BLOCK, tile.column, layer);", ";"),
         (
-            "load_box(to + 2 * MATRIX_BYTES, b, full, block * BLOCK, tile.column + p.right_column,\n"
-            "                         layer + p.right_layer);",
-            "",
+            "load_weight(tile, to + 2 * MATRIX_BYTES, b, full, block * BLOCK, tile.column + p.right_column,\n"
+            "                        layer + p.right_layer);",
+            ";",
         ),
-        (
-            "barrier_expect(full, STAGE_BYTES + SCALES_BYTES);",
-            "barrier_expect(full, MATRIX_BYTES + SCALES_BYTES);",
-        ),
+        ("STAGE_BYTES + SCALES_BYTES, step, more);", "MATRIX_BYTES + SCALES_BYTES, step, more);"),
     ],
 }  # fmt: skip
 """Replacements in a kernel's source; each keeps the ring's protocol."""
@@ -282,7 +275,7 @@ ABLATIONS: dict[str, list[tuple[str, str]]] = {
 @contextlib.contextmanager
 def source_with(changes: list[tuple[str, str]]) -> Iterator[None]:
     """Kernels launched inside are compiled from changed text."""
-    original = fp8_gemm.cuda_source
+    original = cuda_kernels.cuda_source
 
     def changed(name: str) -> str:
         text = original(name)
@@ -291,13 +284,13 @@ def source_with(changes: list[tuple[str, str]]) -> Iterator[None]:
             text = text.replace(before, after)
         return text
 
-    fp8_gemm.cuda_source = changed  # type: ignore[assignment]
-    fp8_gemm._loaded.cache_clear()
+    cuda_kernels.cuda_source = changed  # type: ignore[assignment]
+    cuda_kernels._loaded.cache_clear()
     try:
         yield
     finally:
-        fp8_gemm.cuda_source = original
-        fp8_gemm._loaded.cache_clear()
+        cuda_kernels.cuda_source = original
+        cuda_kernels._loaded.cache_clear()
 
 
 def ablation_times(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:

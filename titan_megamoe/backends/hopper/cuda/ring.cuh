@@ -150,13 +150,15 @@ DEVICE void fill(Tiles tiles, const Shared& s, int segments, int k_blocks, u32 b
     Position at;
     for (; tiles.more(); tiles.advance()) {
         const Tile tile = tiles.tile();
-        for (int segment = 0; segment < segments; ++segment)
+        for (int segment = 0; segment < segments; ++segment) {
+#pragma unroll 1
             for (int block = 0; block < k_blocks; ++block) {
                 barrier_wait(s.empty(at.stage), at.round ^ 1);
                 barrier_expect(s.full(at.stage), bytes);
                 step(tile, segment, block, at.stage);
                 at.advance();
             }
+        }
         more(tile, at);
     }
 }
