@@ -205,7 +205,7 @@ def test_missing_driver_is_not_named(monkeypatch):
 
 def test_fp8_backend_hides_a_missing_compiler_or_asks_for_one_it_does_not_need(folder, tmp_path, monkeypatch):
     pytest.importorskip("triton")
-    from titan_megamoe.backends.hopper import fp8_gemm
+    from titan_megamoe.backends.hopper import cuda_kernels, fp8_gemm
 
     monkeypatch.setenv("TITAN_MEGAMOE_NVCC", str(tmp_path / "missing"))
     monkeypatch.setattr(fp8_gemm, "find_nvrtc", lambda: None)
@@ -214,7 +214,7 @@ def test_fp8_backend_hides_a_missing_compiler_or_asks_for_one_it_does_not_need(f
     fake_nvcc(tmp_path, monkeypatch)
     assert fp8_gemm.why_no_kernels() is None
     for name, defines in fp8_gemm.VARIANTS:
-        cached_cubin(fp8_gemm.cuda_source(name), name, defines)
+        cached_cubin(cuda_kernels.cuda_source(name), name, defines)
     monkeypatch.setenv("TITAN_MEGAMOE_NVCC", str(tmp_path / "missing"))
     assert fp8_gemm.why_no_kernels() is None
 
