@@ -1,8 +1,8 @@
 """`layer` measures one MoE layer, `calibrate` the rest of a step, `compare` trains jobs and tables their
 steps, `curves` trains jobs and compares their losses, `soak` runs many uneven steps and checks them,
-`report` writes tables and plots.
+`trace` draws a layer's kernels over time, `report` writes tables and plots.
 
-`layer` and `calibrate` start one process per GPU by themselves, or join torchrun's.
+`layer`, `trace` and `calibrate` start one process per GPU by themselves, or join torchrun's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import MegaMoEError
-from . import calibrate, compare, curves, layer, report, soak
+from . import calibrate, compare, curves, layer, report, soak, trace
 
 
 def main() -> int:
@@ -25,6 +25,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     layer.add_arguments(commands.add_parser("layer", help=layer.__doc__))
     calibrate.add_arguments(commands.add_parser("calibrate", help=calibrate.__doc__))
+    trace.add_arguments(commands.add_parser("trace", help=trace.__doc__))
     report.add_arguments(commands.add_parser("report", help=report.__doc__))
     compare.add_arguments(commands.add_parser("compare"))
     curves.add_arguments(commands.add_parser("curves"))
@@ -55,7 +56,7 @@ def main() -> int:
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     try:
-        return layer.run(args) if args.command == "layer" else calibrate.run(args)
+        return {"layer": layer, "trace": trace, "calibrate": calibrate}[args.command].run(args)
     finally:
         dist.destroy_process_group()
 

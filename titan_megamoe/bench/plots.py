@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from ..perf_model import check
 from ..perf_model.plot import part_seconds, step_bars
 from ..perf_model.step import predict
-from . import curve_plot
+from . import curve_plot, trace_plot
 from .jobfile import FULL_MODELS, read_job
 
 Rows = list[dict[str, Any]]
@@ -325,6 +325,7 @@ _PLOTS = {
     "curves": Plot(
         "Loss curves of one seed on the same text: measured.", curve_plot.collect, curve_plot.draw
     ),
+    "trace": Plot("One layer, kernel by kernel, on one rank: measured.", trace_plot.collect, trace_plot.draw),
     "memory": Plot("Peak memory of training steps: measured.", _collect_memory, _draw_memory),
     "scaling_tokens": Plot(
         "A layer over the tokens of a rank: measured.", _collect_scaling("tokens"), _draw_scaling

@@ -18,7 +18,7 @@ import torch
 
 from ..errors import ConfigError
 
-KINDS = ("layer", "step", "curve", "calibration", "soak")
+KINDS = ("layer", "step", "curve", "calibration", "soak", "trace")
 SOURCES = ("measured", "modelled", "published")
 REQUIRED = ("kind", "source", "model", "impl", "precision")
 _PACKAGES = {

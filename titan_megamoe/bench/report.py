@@ -10,9 +10,9 @@ A block is written as
     <!-- /results -->
 
 with a kind and what it is about: a file, `all` for every file under docs/benchmarks, a model (`steps`: its
-newest run) or a plot's name. `curves` of a file is its picture and its table. A file that is not there is
-said to be missing. Plots are PNGs in docs/report, each with a digest of what it shows, so that --check needs
-no pixels.
+newest run) or a plot's name. `curves` or `trace` of a file is its picture and its table. A file that is not
+there is said to be missing. Plots are PNGs in docs/report, each with a digest of what it shows, so that
+--check needs no pixels.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from . import curve_table, overview, plots, records, tables
+from . import curve_table, overview, plots, records, tables, trace_plot
 
 _BLOCK = re.compile(
     r"(?P<open><!-- results: (?P<kind>\w+) (?P<file>\S+) -->\n).*?(?P<close><!-- /results -->)", re.DOTALL
@@ -44,6 +44,9 @@ _TABLES: dict[str, Callable[[Rows], str]] = {
     "assumptions": overview.assumptions,
     "coverage": overview.coverage,
 }
+
+_PICTURES: dict[str, Callable[[Rows], str]] = {"curves": curve_table.table, "trace": trace_plot.table}
+"""Kinds that show a picture of one file, named like it, above its table."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 def render(text: str, root: Path) -> str:
     """`text` with every block made anew from its file under `root`."""
 
-    known = ", ".join([*_TABLES, "steps", "plot", "curves"])
+    known = ", ".join([*_TABLES, "steps", "plot", *_PICTURES])
 
     def block(match: re.Match[str]) -> str:
         kind, about = match["kind"], match["file"]
@@ -83,9 +86,10 @@ def render(text: str, root: Path) -> str:
             made = overview.latest_steps(_all(root), about)
         elif about.endswith(".json") and not (root / about).exists():
             made = f"*Not measured yet: there is no {about}.*"
-        elif kind == "curves":
+        elif kind in _PICTURES:
             rows = records.read(root / about)
-            made = f"{plots.text(kind, rows, PLOTS.name, Path(about).stem)}\n\n{curve_table.table(rows)}"
+            picture = plots.text(kind, rows, PLOTS.name, Path(about).stem)
+            made = f"{picture}\n\n{_PICTURES[kind](rows)}"
         elif kind in _TABLES:
             made = _TABLES[kind](_all(root) if about == "all" else records.read(root / about))
         else:
@@ -117,7 +121,7 @@ def _draw(text: str, root: Path, check: bool) -> list[Path]:
         name, rows = match["file"], None
         if match["kind"] == "plot":
             rows = _all(root)
-        elif match["kind"] == "curves" and (root / name).exists():
+        elif match["kind"] in _PICTURES and (root / name).exists():
             rows = records.read(root / name)
         if rows is not None:
             path = root / PLOTS / f"{Path(name).stem}.png"
