@@ -1,10 +1,11 @@
-"""Times of the fused backend's stages on this machine's GPUs, after a check of a sample of tokens.
+"""Times of the fused backend and its stages on this machine's GPUs, after a check of a sample of tokens.
 
-    python scripts/fused_stages.py [--world 2] [--models 30b,235b] [--tokens 16384] [--variants]
+    python scripts/fused_stages.py [--models 30b,235b] [--tokens 16384] [--halves gathered,expanded]
 
-One process a GPU. Prints, per model: the error of y and of the gradients of a sample of tokens against fp64,
-median times of forward, backward and every stage (CUDA events, fresh routing each round), and, with
---variants, the forward's first kernel for several schedules.
+One process a GPU and model; the models' kernels are compiled side by side, then timed one after the other.
+Prints, per model: the error of y and of the gradients of a sample of tokens against fp64, median times of
+forward and backward for each way to do the forward's first half (in turn, so that all meet the same clocks),
+with uniform routing and with one expert that has half of all rows, and of every stage (CUDA events).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -23,9 +26,6 @@ from titan_megamoe import MegaMoEConfig
 from titan_megamoe.agreement import Phase
 from titan_megamoe.backends.base import MoECall, Needs
 from titan_megamoe.backends.hopper import backend as fused
-from titan_megamoe.backends.hopper.dispatch_gemm1 import dispatch_gemm1
-from titan_megamoe.backends.hopper.expand import expand
-from titan_megamoe.backends.hopper.gemm_down import gemm_down
 from titan_megamoe.routing import RoutingPlan
 from titan_megamoe.testing.ranks import RankPool
 
@@ -104,141 +104,151 @@ def sample_error(call, every, y, dx, dweights, dy, sample):
     return [rel(y[sample], out), rel(dx[sample], x.grad), rel(dweights[sample], weights.grad)]
 
 
-def staged_forward(clock, call, config):
+@dataclass
+class Bench:
+    """One rank's problem of one model, kept between the calls of its pool."""
+
+    backend: fused.FusedBackend
+    calls: list[MoECall]
+    hot: list[MoECall]
+    dy: torch.Tensor
+    errors: list[float]
+
+
+kept: dict[str, Bench] = {}
+
+
+def hot_routing(tokens: int, device, seed: int):
+    """Routing in which expert 5 has half of all slots."""
+    ids, weights = routing(tokens, device, seed)
+    ids[:, : TOP_K // 2] = 5
+    return ids, weights
+
+
+def prepare(rank: int, world: int, model: str, tokens: int, halves: list[str]) -> None:
+    """Compile all kernels and check a sample of tokens."""
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    x, dy, own, every = problem(rank, world, model, tokens)
+    config = MegaMoEConfig(backend="fused", max_tokens_per_rank=tokens, timeout_s=20.0)
+    backend = fused.FusedBackend()
+
+    def call_of(seed: int, route=routing) -> MoECall:
+        ids, weights = route(tokens, device, seed * world + rank)
+        return MoECall(x, ids, weights, *own, dist.group.WORLD, config, Needs(*(True,) * 5))
+
+    calls = [call_of(i) for i in range(4)]
+    sample = torch.linspace(0, tokens - 1, 24).long().to(device)
+    errors = []
+    for half in halves:
+        backend.first_half = half
+        y, saved = backend.forward(calls[0])
+        grads = backend.backward(calls[0], saved, dy)
+        torch.cuda.synchronize()
+        errors.append(max(sample_error(calls[0], every, y, grads.x, grads.topk_weights, dy, sample)))
+    kept[model] = Bench(backend, calls, [call_of(i, hot_routing) for i in range(2)], dy, errors)
+
+
+def whole(bench: Bench, calls: list[MoECall], halves: list[str], rounds: int) -> dict[str, list[float]]:
+    """Median ms of forward and of backward by first half."""
+    marks: dict[str, list[list[torch.cuda.Event]]] = {half: [] for half in halves}
+    for i in range(rounds + 2):
+        for half in halves:
+            bench.backend.first_half = half
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+            torch.cuda.synchronize()
+            dist.barrier()
+            torch.cuda._sleep(6_000_000)  # the launches queue up behind it: no host time is measured
+            call = calls[i % len(calls)]
+            events[0].record()
+            saved = bench.backend.forward(call)[1]
+            events[1].record()
+            bench.backend.backward(call, saved, bench.dy)
+            events[2].record()
+            del saved
+            marks[half].append(events)
+    torch.cuda.synchronize()
+    return {
+        half: [
+            statistics.median(e[at].elapsed_time(e[at + 1]) for e in events[2:]) for at in (0, 1)
+        ]
+        for half, events in marks.items()
+    }  # fmt: skip
+
+
+def staged_forward(clock, call, half):
+    """Every stage of a forward by itself; what the backward needs."""
     workspace, shape = fused._prepare(call)
     signature = fused._signature(call, shape, Phase.FORWARD)
     plan = RoutingPlan.empty(shape, call.x.device)
+    x, peers = call.x, shape.world > 1
+    recv = x.new_empty(fused.recv_rows(shape, 1), call.hidden)
+    h = x.new_empty(shape.pool_rows, call.intermediate)
+    gate_up, rows = x.new_empty(2, *h.shape), x.new_empty(shape.pool_rows, call.hidden)
+    y = torch.empty_like(x)
     clock(
-        "f publish", fused.publish, call.x, workspace.x, copy_x=shape.world > 1,
+        "f publish", fused.publish, x, workspace.x, copy_x=peers,
         routing=(call.topk_ids, call.topk_weights, workspace.ids, workspace.weights, EXPERTS),
     )  # fmt: skip
     clock("f open", fused._open, workspace, plan, call, signature, backward=False)
     clock(
-        "f plan", fused.build_plan, plan, workspace.ids, workspace.weights, workspace.delta,
+        "f plan", fused.build_plans, [plan], workspace.ids, workspace.weights, workspace.delta,
         workspace.state, workspace.report, signature,
     )  # fmt: skip
-    h, gate_up, recv = clock(
-        "f dispatch+gemm1", dispatch_gemm1, plan, workspace, call.x, call.w1, call.w3, save=True,
-        reserved_sms=config.reserved_sms, comm_sms=config.comm_sms,
-    )  # fmt: skip
-    rows = clock("f gemm2", gemm_down, h, call.w2, plan.tiles)
-    y = torch.empty_like(call.x)
-    clock(
-        "f combine", fused.combine, plan, workspace, call.topk_ids, signature, 5.0, rows=rows,
-        out=y,
-    )  # fmt: skip
-    return workspace, plan, gate_up, recv, h, rows
+    if half == "expanded":
+        clock("f expand", fused.expand, plan, x, workspace.x, workspace.delta, from_peers=peers, out=rows,
+              keep=recv)  # fmt: skip
+        clock("f gemm1", fused.gemm_up, rows, call.w1, call.w3, plan.row_weight, plan.tiles, out_h=h,
+              out_gu=gate_up)  # fmt: skip
+    else:
+        clock("f dispatch+gemm1", fused.dispatch_gemm1, plan, workspace, x, call.w1, call.w3, recv=recv,
+              out_h=h, out_gu=gate_up)  # fmt: skip
+    clock("f gemm2", fused.gemm_down, h, call.w2, plan.tiles, out=rows)
+    clock("f combine", fused.combine, plan, workspace, call.topk_ids, signature, 20.0, rows=rows, out=y)
+    return workspace, plan, gate_up, recv
 
 
 def staged_backward(clock, call, dy, workspace, plan, gate_up, recv):
+    """Every stage of a backward by itself, one after the other."""
     signature = fused._signature(call, plan.shape, Phase.BACKWARD)
-    clock("b publish", fused.publish, dy, workspace.x, copy_x=plan.shape.world > 1)
+    peers = plan.shape.world > 1
+    dy_RH = dy.new_empty(plan.shape.pool_rows, call.hidden)
+    x_RH = torch.empty_like(dy_RH)
+    clock("b publish", fused.publish, dy, workspace.x, copy_x=peers)
     clock("b open", fused._open, workspace, plan, call, signature, backward=True)
-    dy_RH = clock("b expand dy", expand, plan, dy, workspace.x, workspace.delta,
-                  from_peers=plan.shape.world > 1)  # fmt: skip
+    clock("b expand dy", fused.expand, plan, dy, workspace.x, workspace.delta, from_peers=peers, out=dy_RH)
     dgu, h, dw = clock("b gemm2T", fused.gemm_down_backward, dy_RH, call.w2, gate_up[0], gate_up[1],
                        plan.row_weight, plan.tiles)  # fmt: skip
     clock("b dW2", fused.wgrad_down, dy_RH, h, plan.tiles)
     rows = clock("b gemm1T", fused.gemm_up_backward, dgu, call.w1, call.w3, plan.tiles, out=dy_RH)
     dx, dweights = torch.empty_like(dy), torch.empty_like(call.topk_weights)
     clock(
-        "b combine", fused.combine, plan, workspace, call.topk_ids, signature, 5.0, rows=rows,
+        "b combine", fused.combine, plan, workspace, call.topk_ids, signature, 20.0, rows=rows,
         out=dx, dweight_parts=dw.view(1, -1), dweight=dweights,
     )  # fmt: skip
-    x_RH = clock("b expand x", expand, plan, call.x, recv, workspace.delta, from_peers=False)
+    clock("b expand x", fused.expand, plan, call.x, recv, workspace.delta, from_peers=False, out=x_RH)
     clock("b dW13", fused.wgrad_up, dgu, x_RH, plan.tiles)
 
 
-def times_of(function, rounds=12):
-    """Median ms of function(i), after two rounds of warm-up."""
-    times = []
-    for i in range(rounds):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        dist.barrier()
-        torch.cuda._sleep(2_000_000)  # the launches queue up behind it: no host time is measured
-        start.record()
-        function(i)
-        end.record()
-        times.append((start, end))
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in times[2:])
-
-
-def run(rank, world, model, tokens, variants):
-    torch.cuda.set_device(rank)
-    group = dist.group.WORLD
-    device = torch.device("cuda", rank)
-    x, dy, own, every = problem(rank, world, model, tokens)
-    config = MegaMoEConfig(backend="fused", max_tokens_per_rank=tokens, timeout_s=5.0)
-    backend = fused.FusedBackend()
-
-    def call_of(seed, needs=Needs(*(True,) * 5), config=config):  # noqa: B008
-        ids, weights = routing(tokens, device, seed * world + rank)
-        return MoECall(x, ids, weights, *own, group, config, needs)
-
-    lines = []
-    call = call_of(0)
-    y, saved = backend.forward(call)
-    grads = backend.backward(call, saved, dy)
-    torch.cuda.synchronize()
-    fused._prepare(call)
-    errors = sample_error(
-        call, every, y, grads.x, grads.topk_weights, dy,
-        torch.linspace(0, tokens - 1, 24).long().to(device),
-    )  # fmt: skip
-    lines.append(f"sample errors y, dx, dw: {', '.join(f'{e:.2e}' for e in errors)}")
-    del every, y, grads, saved
-    calls = [call_of(i) for i in range(4)]
-    inference = [call_of(i, Needs()) for i in range(4)]
-    lines.append(f"forward (inference) {times_of(lambda i: backend.forward(inference[i % 4])):7.3f}")
-    lines.append(f"forward (training)  {times_of(lambda i: backend.forward(calls[i % 4])):7.3f}")
-
-    kept = {}
-
-    def forward(i):
-        kept["saved"] = backend.forward(calls[i % 4])[1]
-
-    def both(i):
-        forward(i)
-        backend.backward(calls[i % 4], kept["saved"], dy)
-
-    whole = times_of(both)
-    lines.append(f"forward + backward  {whole:7.3f}")
+def times(rank: int, model: str, halves: list[str]) -> list[str]:
+    bench = kept.pop(model)
+    lines = [
+        f"  sample errors ({half}) {error:.1e}" for half, error in zip(halves, bench.errors, strict=True)
+    ]
+    for name, calls in (("uniform", bench.calls), ("one hot expert", bench.hot)):
+        for half, (forward, backward) in whole(bench, calls, halves, 12 if name == "uniform" else 6).items():
+            lines.append(f"  {name:15s} {half:9s} forward {forward:7.3f}  backward {backward:7.3f}")
     clock = Clock()
-    for i in range(10):
+    for i in range(8):
         if i == 2:
             clock.times.clear()
-        torch.cuda.synchronize()
-        dist.barrier()
-        torch.cuda._sleep(20_000_000)
-        c = calls[i % 4]
-        workspace, plan, gate_up, recv, h, rows = staged_forward(clock, c, config)
-        del h, rows
-        staged_backward(clock, c, dy, workspace, plan, gate_up, recv)
-    for name, value in clock.medians().items():
-        lines.append(f"  {name:18s} {value:7.3f}")
-    if variants:
-        workspace, plan, gate_up, recv, h, rows = staged_forward(Clock(), calls[0], config)
-        del h, rows, gate_up, recv
-        for kw in variants:
-            kw = {"save": True, **kw}
-
-            def one(i, kw=kw):
-                workspace.progress.zero_()
-                dispatch_gemm1(plan, workspace, x, own[0], own[1], **kw)
-
-            lines.append(f"  dispatch+gemm1 {str(kw):55s} {times_of(one, 8):7.3f}")
-        # The same rows, all local: what the kernel costs without communication.
-        away = plan.row_source < -1
-        plan.row_source.copy_(torch.where(away, (-2 - plan.row_source) % tokens, plan.row_source))
-        plan.recv_count.zero_()
-        for kw in variants[:2]:
-
-            def local(i, kw=kw):
-                dispatch_gemm1(plan, workspace, x, own[0], own[1], **{"save": True, **kw})
-
-            lines.append(f"  all rows local {str(kw):55s} {times_of(local, 8):7.3f}")
+        for half in halves:
+            torch.cuda.synchronize()
+            dist.barrier()
+            torch.cuda._sleep(20_000_000)
+            call = bench.calls[i % 4]
+            staged_backward(clock, call, bench.dy, *staged_forward(clock, call, half))
+    lines += [f"  {name:18s} {value:7.3f}" for name, value in clock.medians().items()]
     dist.barrier()
     return lines
 
@@ -248,24 +258,26 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=torch.cuda.device_count())
     parser.add_argument("--models", default="30b,235b")
     parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--variants", action="store_true")
+    parser.add_argument("--halves", default="gathered,expanded")
     args = parser.parse_args()
-    variants = []
-    if args.variants:
-        variants = [
-            dict(),
-            dict(save=False),
-            dict(comm_sms=20),
-            dict(comm_sms=24),
-            dict(comm_sms=32, rows_per_round=2700),
-            dict(comm_sms=24, rows_per_round=2700),
-        ]
-    with RankPool(args.world, "cuda", timeout_s=300) as pool:
-        for model in args.models.split(","):
-            results = pool.run(run, args.world, model, args.tokens, variants)
+    models, halves = args.models.split(","), args.halves.split(",")
+    pools = {model: RankPool(args.world, "cuda", timeout_s=300) for model in models}
+    try:
+        with ThreadPoolExecutor() as threads:
+            made = [
+                threads.submit(pools[m].run, prepare, args.world, m, args.tokens, halves) for m in models
+            ]  # fmt: skip
+            for each in made:
+                each.result()
+        for model in models:
+            results = pools[model].run(times, model, halves)
             print(f"== {model}, T={args.tokens}, EP={args.world}")
             for row in zip(*results, strict=True):
                 print("   |   ".join(row), flush=True)
+            pools[model].close()
+    finally:
+        for pool in pools.values():
+            pool.close()
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ class MegaMoEConfig:
         wgrad_precision: operands of the weight-gradient GEMMs when the backward is fp8.
         max_tokens_per_rank: bound on a rank's T, in tokens. 0: no bound for unfused backends; the fused
             backend takes the first call's largest T.
-        max_routed_rows: bound on the rows R that a rank computes, in rows. 0: ROUTED_ROWS_FACTOR times
-            max_tokens_per_rank · K.
+        max_routed_rows: bound on the rows R that a rank of the fused backend computes at once, in rows: more
+            are computed in several passes. 0: ROUTED_ROWS_FACTOR times max_tokens_per_rank · K.
         comm_sms: SMs that carry communication; 0: the backend's default.
         reserved_sms: SMs the fused kernels leave to FSDP, NCCL and other streams.
         timeout_s: seconds a kernel waits for a peer before it gives up with an error.

@@ -3,7 +3,7 @@
 All layers share it; it is allocated at the first call, printed, and freed when the group goes. A rank's part:
 
     mail      (W, 16) int32            announcements of calls, row r written by rank r
-    flags     (MAX_WAVES, W, chunks)   int32, partial sums of a wave of columns complete, row r by rank r
+    flags     (W, chunks) int32        partial sums of a chunk of tokens complete, row r written by rank r
     ids       (T_max, K) int32         published routing
     weights   (T_max, K) fp32
     dweight   (T_max, K) fp32          gradients of top-k weights, written by the experts' ranks
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import CallHeader, Phase, agree
-from .backends.hopper.layout import COMBINE_TOKENS, MAIL_WORDS, MAX_WAVES, PROGRESS_AT, STATE_WORDS
+from .backends.hopper.layout import COMBINE_TOKENS, MAIL_WORDS, PROGRESS_AT, STATE_WORDS
 from .backends.hopper.status import WORDS, error_from
 from .errors import BoundError, UnsupportedError
 from .group import PerGroup, group_rank, group_size
@@ -63,7 +63,7 @@ class Geometry:
         }
         return {
             "mail": ((self.world, MAIL_WORDS), torch.int32),
-            "flags": ((MAX_WAVES, self.world, chunks), torch.int32),
+            "flags": ((self.world, chunks), torch.int32),
             "ids": (slots, torch.int32),
             "weights": (slots, torch.float32),
             "dweight": (slots, torch.float32),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from titan_megamoe.backends.hopper.gemm_common import GemmConfig
-from titan_megamoe.backends.hopper.gemm_down import DOWN_CONFIG, gemm_down, wave_columns
+from titan_megamoe.backends.hopper.gemm_down import DOWN_CONFIG, gemm_down
 from titan_megamoe.backends.hopper.gemm_down_backward import DOWN_BACKWARD_CONFIG, gemm_down_backward
 from titan_megamoe.backends.hopper.gemm_up import UP_CONFIG, gemm_up
 from titan_megamoe.backends.hopper.gemm_up_backward import UP_BACKWARD_CONFIG, gemm_up_backward
@@ -105,16 +105,8 @@ def check_down(pool: Pool, config: GemmConfig | None = None, gemm: Gemm = gemm_d
     h = pool.rows(pool.intermediate)
     out = torch.full((h.shape[0], pool.hidden), NAN, device=h.device).bfloat16()
     got = gemm(h, pool.w2, pool.tiles, out=out)
-    want = per_expert(pool, h, pool.w2)[pool.valid]
-    assert_close("o", got[pool.valid], want)
+    assert_close("o", got[pool.valid], per_expert(pool, h, pool.w2)[pool.valid])
     untouched(pool, got)
-    for waves in (2, 4):
-        out = torch.full_like(got, NAN)
-        for first, last in wave_columns(pool.hidden, waves):
-            assert torch.isnan(out[:, first:]).all(), "a wave wrote columns of a later one"
-            gemm(h, pool.w2, pool.tiles, out=out, columns=(first, last))
-        assert_close(f"o in {waves} waves", out[pool.valid], want)
-        untouched(pool, out)
 
 
 def check_up(pool: Pool, config: GemmConfig | None = None, save: bool = True, gemm: Gemm = gemm_up) -> None:
@@ -200,7 +192,6 @@ def check_wgrad(
     config: GemmConfig = WGRAD_CONFIG,
     dtype: torch.dtype = torch.bfloat16,
     needs: tuple[bool, bool, bool] = (True, True, True),
-    heavy: bool = False,
 ) -> None:
     e, hidden, intermediate = len(pool.counts), pool.hidden, pool.intermediate
     x, dy, h = pool.rows(hidden), pool.rows(hidden), pool.rows(intermediate)
@@ -211,7 +202,7 @@ def check_wgrad(
 
     need_w1, need_w3, need_w2 = needs
     dw1, dw3 = wgrad_up(
-        dgu, x, pool.tiles, need_w1=need_w1, need_w3=need_w3, dtype=dtype, config=config, heavy=heavy,
+        dgu, x, pool.tiles, need_w1=need_w1, need_w3=need_w3, dtype=dtype, config=config,
         out_w1=poison(e, intermediate, hidden), out_w3=poison(e, intermediate, hidden),
     )  # fmt: skip
     assert (dw1 is not None, dw3 is not None) == (need_w1, need_w3)
@@ -220,9 +211,7 @@ def check_wgrad(
     if need_w3:
         check_grad(pool, "dW3", dw3, outer(pool, dgu[1], x), dtype)
     if need_w2:
-        dw2 = wgrad_down(
-            dy, h, pool.tiles, dtype=dtype, out=poison(e, hidden, intermediate), config=config, heavy=heavy
-        )
+        dw2 = wgrad_down(dy, h, pool.tiles, dtype=dtype, out=poison(e, hidden, intermediate), config=config)
         check_grad(pool, "dW2", dw2, outer(pool, dy, h), dtype)
 
 
@@ -284,11 +273,10 @@ def main() -> int:
     mend_interpreter()
     check_all(make_pool(72, 88, [0, 1, 44, 129, 0], "cpu"), small=True)
     check_all(make_pool(64, 128, [0, 0, 0], "cpu"), small=True)
-    check_down(make_pool(600, 40, [3, 130], "cpu"), replace(DOWN_CONFIG, block_n=64, block_k=32))
     # One tile a gradient and three programs: the long expert's tiles get programs of their own.
     hot = replace(WGRAD_CONFIG, block_n=64, block_k=32)
     for counts in ([3, 400, 0, 5], [400, 400, 3], [70, 64, 64, 1, 0, 0], [129]):
-        check_wgrad(make_pool(64, 64, counts, "cpu"), hot, heavy=True)
+        check_wgrad(make_pool(64, 64, counts, "cpu"), hot)
     print("interpreter: all kernels match")
     return 0
 

@@ -11,10 +11,18 @@ import torch
 import torch.distributed as dist
 
 from titan_megamoe import MegaMoEConfig, mega_moe
-from titan_megamoe.backends.hopper import tuning
+from titan_megamoe.backends.hopper.backend import FusedBackend
 from titan_megamoe.errors import AgreementError, BoundError, ConfigError, MegaMoEError
-from titan_megamoe.testing.oracle import relative_l2
-from titan_megamoe.testing.problems import Problem, device_of, ep_group, leaves
+from titan_megamoe.testing.oracle import assert_within, compare, moe_oracle, relative_l2, stock_bf16_error
+from titan_megamoe.testing.problems import (
+    Problem,
+    assemble,
+    device_of,
+    ep_group,
+    leaves,
+    run_rank,
+    tensors,
+)
 from titan_megamoe.workspace import existing_workspace, release_workspaces, workspace_bytes
 
 pytestmark = pytest.mark.gpu
@@ -22,6 +30,20 @@ pytestmark = pytest.mark.gpu
 TWO = pytest.mark.multi_gpu
 CONFIG = MegaMoEConfig(backend="fused", max_tokens_per_rank=64, timeout_s=2.0)
 PROBLEM = Problem(tokens=(64, 64))
+HALVES = ("gathered", "expanded")
+LARGER = {
+    "zipf": Problem(
+        tokens=(700, 431), experts=16, top_k=8, hidden=1024, intermediate=640, routing="zipf", seed=1
+    ),
+    "empty rank, dropped": Problem(
+        tokens=(100, 0), experts=4, hidden=640, intermediate=192, routing="dropped", seed=2
+    ),
+    "H and I off the tiles": Problem(tokens=(33, 95), hidden=72, intermediate=88, seed=3),
+    "hot": Problem(
+        tokens=(512, 480), experts=16, top_k=4, hidden=768, intermediate=256, routing="hot", seed=4
+    ),
+    "alone": Problem(tokens=(700,), experts=16, top_k=8, hidden=1000, intermediate=640, seed=5),
+}
 
 
 def _call(rank: int, config: MegaMoEConfig = CONFIG, problem: Problem = PROBLEM, **changes):
@@ -133,9 +155,31 @@ def test_passing_max_routed_rows_drops_tokens_on_some_rank(rank_pool):
         assert "rank 0 would" in text and fine
 
 
-def _in_passes(rank: int):
+def _with_half(rank: int, half: str, problem: Problem, config: MegaMoEConfig):
+    FusedBackend.first_half = half
+    try:
+        return run_rank(rank, problem, config)
+    finally:
+        FusedBackend.first_half = "auto"
+
+
+@TWO
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", LARGER)
+def test_larger_problems_or_either_first_half_are_wrong(rank_pool, name, half):
+    problem = LARGER[name]
+    config = MegaMoEConfig(backend="fused", max_tokens_per_rank=max(problem.tokens), timeout_s=20.0)
+    whole = assemble(rank_pool(problem.world, "cuda").run(_with_half, half, problem, config))
+    made = [t.cuda() for t in vars(tensors(problem)).values()]
+    oracle = moe_oracle(*made)
+    got = {n: getattr(whole, n).cuda() for n in ("y", "dx", "dweights", "dw1", "dw3", "dw2")}
+    assert_within(compare(got, oracle), stock_bf16_error(*made, oracle=oracle), factor=1.1)
+
+
+def _in_passes(rank: int, half: str):
     """What has other bits in several passes, of y, dx, dweights; the distance of the weights' gradients."""
     problem = Problem(tokens=(200, 150), routing="rank0")
+    FusedBackend.first_half = half
 
     def run(**bounds: int) -> list[torch.Tensor]:
         config = MegaMoEConfig(backend="fused", max_tokens_per_rank=200, timeout_s=2.0, **bounds)
@@ -145,8 +189,8 @@ def _in_passes(rank: int):
         return [y.detach(), *(arguments[at].grad for at in (0, 2, 3, 4, 5))]
 
     whole = run()
-    with tuning.use(tuning.Tuning(multi_pass=True)):
-        parts = run(max_routed_rows=256)  # 4 windows of 64 tokens
+    parts = run(max_routed_rows=256)  # 4 windows of 64 tokens
+    FusedBackend.first_half = "auto"
     torch.cuda.synchronize()
     names = ("y", "dx", "dweights")
     other = [n for n, a, b in zip(names, whole, parts, strict=False) if not torch.equal(a, b)]
@@ -154,8 +198,9 @@ def _in_passes(rank: int):
 
 
 @TWO
-def test_several_passes_lose_a_token_or_change_its_result(rank_pool):
-    for other, distances in rank_pool(2, "cuda").run(_in_passes):
+@pytest.mark.parametrize("half", HALVES)
+def test_several_passes_lose_a_token_or_change_its_result(rank_pool, half):
+    for other, distances in rank_pool(2, "cuda").run(_in_passes, half):
         assert not other and max(distances) < 4e-3, (other, distances)
 
 

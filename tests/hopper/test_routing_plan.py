@@ -26,7 +26,7 @@ CHILD = """
 import sys, torch
 sys.path[:0] = {path!r}
 from titan_megamoe.routing import PlanShape, RoutingPlan, plan_reference
-from titan_megamoe.backends.hopper.plan_kernels import build_plan, build_plans
+from titan_megamoe.backends.hopper import plan_kernels
 
 def run(world, rank, top_k, e, tokens, routing, bad=False, bound=0, chunk=16, passes=False):
     g = torch.Generator().manual_seed(1)
@@ -63,12 +63,13 @@ def run(world, rank, top_k, e, tokens, routing, bad=False, bound=0, chunk=16, pa
     plan.tokens.copy_(torch.tensor(tokens, dtype=torch.int32))
     state, report = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
     state[0] = 17
-    symmetric = (pool_i[rank * stride:], pool_w[rank * stride:], delta, state, report, 33, chunk)
+    symmetric = (pool_i[rank * stride:], pool_w[rank * stride:], delta, state, report, 33)
+    plan_kernels.CHUNK_TOKENS = chunk
     if passes:
         plan.call.fill_(5)
-        build_plans(plans, *symmetric)
+    plan_kernels.build_plans(plans, *symmetric)
+    if passes:
         return plans, ids, weights
-    build_plan(plan, *symmetric)
     return plan, (plan_reference(ids, weights, shape) if not (bad or bound) else None), state, report
 
 """

@@ -7,8 +7,8 @@ an argument.
 Nothing here waits for the device in the steady state. A fault that only the device can see is reported
 in pinned memory and raised at the next call on this group.
 
-Passing max_routed_rows is an error on every rank (BoundError), found before any token is computed; or, where
-tuning.py says so, it makes several passes (passes.py).
+Routings that may pass max_routed_rows are computed in several passes (passes.py): both directions are a loop
+over passes, of one where no routing can pass it. Buffers are allocated once, before the peers are met.
 """
 
 from __future__ import annotations
@@ -27,24 +27,41 @@ from ...config import MegaMoEConfig
 from ...routing import PlanShape, RoutingPlan
 from ...workspace import Workspace, existing_workspace, get_workspace
 from ..base import ExplicitBackend, Gradients, MoECall
-from . import tuning
 from .combine import combine
-from .dispatch_gemm1 import Dispatch, dispatch_gemm1
-from .dispatch_specialized import dispatch_specialized, fits
-from .down_combine import down_and_combine
+from .dispatch_gemm1 import dispatch_gemm1
 from .expand import expand
 from .gemm_common import SPECIALIZED, check_dims, grid_size, operand
-from .gemm_down_backward import gemm_down_backward
-from .gemm_up_backward import gemm_up_backward
-from .passes import backward_in_passes, forward_in_passes, recv_rows
-from .plan_kernels import build_plan
+from .gemms import gemm_down, gemm_down_backward, gemm_up, gemm_up_backward, wgrad_down, wgrad_up
+from .passes import number_of_passes, plans_over, received, recv_rows
+from .plan_kernels import build_plans
 from .side import beside, now
 from .symmetric import meet_tokens, open_call, publish
-from .wgrad import wgrad_down, wgrad_up
+
+EXPAND_FROM: int | None = None
+"""H · I from which GEMM1 over dense rows gains more than the expansion costs. None: from nowhere, as long as
+the dense GEMM is not faster than the gathering one."""
 
 
 class FusedBackend(ExplicitBackend):
+    """Hopper GPUs of one NVLink domain.
+
+    Attributes:
+        first_half: what dispatch and GEMM1 of a forward are: "gathered" (dispatch_gemm1.py), "expanded" (rows
+            into the pool first, then a dense GEMM), or "auto", which decides from H and I.
+    """
+
     name = "fused"
+    first_half = "auto"
+
+    def expands(self, call: MoECall) -> bool:
+        """Whether a forward expands its rows before GEMM1 instead of gathering them in it.
+
+        Results differ by rounding at most, what is saved not at all. Decided from the shapes alone, so all
+        ranks do the same.
+        """
+        if self.first_half != "auto":
+            return self.first_half == "expanded"
+        return EXPAND_FROM is not None and call.hidden * call.intermediate >= EXPAND_FROM
 
     def unavailable(
         self, device: torch.device, group: dist.ProcessGroup | None, config: MegaMoEConfig
@@ -77,136 +94,165 @@ class FusedBackend(ExplicitBackend):
         w1, w3, w2 = _operands(call)
         save = any(call.needs)
         workspace, shape = _prepare(call)
-        config, signature = call.config, _signature(
-            call, shape, Phase.FORWARD if save else Phase.INFERENCE
-        )  # fmt: skip
-        tuned = tuning.current()
-        if tuned.multi_pass and shape.passes > 1:
-            return forward_in_passes(call, workspace, shape, signature, save)
-        plan = RoutingPlan.empty(shape, call.x.device)
-        beside_plan = tuned.publish_beside and shape.world > 1
-        entered = now() if beside_plan else None
+        config, shared = call.config, shape.world > 1
+        signature = _signature(call, shape, Phase.FORWARD if save else Phase.INFERENCE)
+        passes = number_of_passes(shape, config)
+        x, reserved = call.x, config.reserved_sms
+        flat = torch.empty(passes * shape.words, dtype=torch.int32, device=x.device)
+        plans = plans_over(flat, shape)
+        y = torch.empty_like(x)
+        recv = x.new_empty(recv_rows(shape, passes), call.hidden)
+        h = x.new_empty(shape.pool_rows, call.intermediate)
+        gate_up = x.new_empty(2, *h.shape) if save else None
+        rows = x.new_empty(shape.pool_rows, call.hidden)
+        entered = now() if shared else None
         publish(
-            call.x, workspace.x, copy_x=shape.world > 1 and not beside_plan,
-            routing=(call.topk_ids, call.topk_weights, workspace.ids, workspace.weights,
-                     shape.num_experts),
+            x, workspace.x, copy_x=False,
+            routing=(call.topk_ids, call.topk_weights, workspace.ids, workspace.weights, shape.num_experts),
         )  # fmt: skip
         if entered is not None:
-            with beside(entered, call.x.device, head_start_ns=0) as published:
-                publish(call.x, workspace.x, copy_x=True)
-        _open(workspace, plan, call, signature, backward=False)
-        build_plan(
-            plan, workspace.ids, workspace.weights, workspace.delta, workspace.state,
-            workspace.report, signature, tuned.plan_chunk,
+            with beside(entered, x.device, head_start_ns=0) as published:
+                publish(x, workspace.x, copy_x=True)
+        _open(workspace, plans[0], call, signature, backward=False)
+        build_plans(
+            plans, workspace.ids, workspace.weights, workspace.delta, workspace.state, workspace.report,
+            signature,
         )  # fmt: skip
-        if beside_plan:
+        if entered is not None:
             published.wait()
             meet_tokens(
                 workspace.mail, workspace.delta, workspace.state, workspace.report, world=shape.world,
                 rank=shape.rank, signature=signature, timeout_s=config.timeout_s,
             )  # fmt: skip
-        dispatch: Dispatch = dispatch_gemm1
-        if tuned.gemm1 == "specialized" and fits(call.hidden):
-            dispatch = dispatch_specialized
-        h, gate_up, recv = dispatch(
-            plan, workspace, call.x, w1, w3, save=save, reserved_sms=config.reserved_sms,
-            comm_sms=config.comm_sms,
-        )  # fmt: skip
-        y = torch.empty_like(call.x)
-        down_and_combine(plan, workspace, call, signature, h, w2, y, tuned)
+        for index, plan in enumerate(plans):
+            here: dict[str, Any] = dict(pass_index=index, passes=passes)
+            arrived = received(recv, shape, index)
+            kept = None if index else gate_up  # later passes compute gate and up again
+            if self.expands(call):
+                expand(
+                    plan, x, workspace.x, workspace.delta, from_peers=shared, out=rows, keep=arrived, **here
+                )
+                gemm_up(
+                    rows, w1, w3, plan.row_weight, plan.tiles, save=kept is not None, out_h=h, out_gu=kept,
+                    reserved_sms=reserved,
+                )  # fmt: skip
+            else:
+                if index:
+                    workspace.progress.zero_()
+                dispatch_gemm1(
+                    plan, workspace, x, w1, w3, recv=arrived, out_h=h, out_gu=kept, reserved_sms=reserved,
+                    comm_sms=config.comm_sms,
+                )  # fmt: skip
+            gemm_down(h, w2, plan.tiles, out=rows, reserved_sms=reserved)
+            combine(
+                plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=y, **here
+            )  # fmt: skip
         workspace.leave()
-        if not save:
+        if gate_up is None:
             return y, []
-        assert gate_up is not None
-        if not (call.needs.w1 or call.needs.w3):
-            recv = recv.new_empty(0)
-        return y, [plan.flat, gate_up, recv]
+        return y, [flat, gate_up, recv if _keeps_recv(call, passes) else recv.new_empty(0)]
 
     def backward(self, call: MoECall, saved: list[Tensor], dy: Tensor) -> Gradients:
         w1, w3, w2 = _operands(call)
         workspace, shape = _prepare(call)
-        signature = _signature(call, shape, Phase.BACKWARD)
-        if tuning.current().multi_pass and shape.passes > 1:
-            return backward_in_passes(call, workspace, shape, signature, saved, dy)
-        flat, gate_up, recv = saved
-        needs, config = call.needs, call.config
-        plan = RoutingPlan.over(flat, shape)
-        reserved, tuned = config.reserved_sms, tuning.current()
-        publish(dy, workspace.x, copy_x=shape.world > 1)
-        _open(workspace, plan, call, signature, backward=True)
+        flat, first_gate_up, recv = saved
+        needs, config, shared = call.needs, call.config, shape.world > 1
+        signature, reserved = _signature(call, shape, Phase.BACKWARD), config.reserved_sms
+        plans = plans_over(flat, shape)
+        passes = len(plans)
+        need_w13 = needs.w1 or needs.w3
+        need_data = needs.x or needs.topk_weights or need_w13
+        dy_RH = dy.new_empty(shape.pool_rows, call.hidden)
+        x_RH = torch.empty_like(dy_RH) if need_w13 or passes > 1 else None
+        h = dy.new_empty(shape.pool_rows, call.intermediate) if needs.w2 or passes > 1 else None
+        dgu = dy.new_empty(2, shape.pool_rows, call.intermediate) if need_data else None
+        gate_up_again = torch.empty_like(first_gate_up) if passes > 1 else None
         dx = torch.empty_like(call.x) if needs.x else None
         dweights = torch.empty_like(call.topk_weights) if needs.topk_weights else None
-        dw1 = dw3 = dw2 = dgu = h = dw_R = rows = arrived = None
-        dy_RH = expand(plan, dy, workspace.x, workspace.delta, from_peers=shape.world > 1)
-        # Allocated before the event: memory taken later may still be written by work queued after it.
-        x_RH = torch.empty_like(dy_RH) if needs.w1 or needs.w3 else None
-        started = now()
-        if needs.x or needs.topk_weights or needs.w1 or needs.w3:
-            dgu, h, dw_R = gemm_down_backward(
-                dy_RH, w2, gate_up[0], gate_up[1], plan.row_weight, plan.tiles,
-                need_h=needs.w2, need_dw=needs.topk_weights, reserved_sms=reserved,
-                fast=tuned.fast_epilogue,
+        dw1, dw3, dw2 = (
+            torch.empty_like(w, dtype=w.dtype if passes == 1 else torch.float32) if needed else None
+            for w, needed in ((call.w1, needs.w1), (call.w3, needs.w3), (call.w2, needs.w2))
+        )
+        publish(dy, workspace.x, copy_x=shared)
+        _open(workspace, plans[0], call, signature, backward=True)
+        for index, plan in enumerate(plans):
+            here: dict[str, Any] = dict(pass_index=index, passes=passes)
+            arrived = received(recv, shape, index)
+            gate_up, rows, dw_R = first_gate_up, None, None
+            expand(plan, dy, workspace.x, workspace.delta, from_peers=shared, out=dy_RH, **here)
+            if index:
+                assert x_RH is not None and gate_up_again is not None
+                gate_up = gate_up_again
+                expand(plan, call.x, arrived, workspace.delta, from_peers=False, out=x_RH, **here)
+                gemm_up(
+                    x_RH, w1, w3, plan.row_weight, plan.tiles, out_h=h, out_gu=gate_up, reserved_sms=reserved
+                )
+            started = now()
+            if need_data:
+                _, _, dw_R = gemm_down_backward(
+                    dy_RH, w2, gate_up[0], gate_up[1], plan.row_weight, plan.tiles,
+                    need_h=needs.w2, need_dw=needs.topk_weights, out_dgu=dgu, out_h=h, reserved_sms=reserved,
+                )  # fmt: skip
+            elif h is not None:
+                h = _activation(gate_up, plan)
+            if need_w13 and not index:
+                with beside(started, dy.device) as expanded:
+                    expand(plan, call.x, arrived, workspace.delta, from_peers=False, out=x_RH, **here)
+            add = index > 0
+            if dw2 is not None:
+                assert h is not None
+                wgrad_down(dy_RH, h, plan.tiles, dtype=dw2.dtype, out=dw2, add=add, reserved_sms=reserved)
+            if needs.x:
+                assert dgu is not None
+                # dy's rows are not needed any more: their memory takes the rows of dx.
+                rows = gemm_up_backward(dgu, w1, w3, plan.tiles, out=dy_RH, reserved_sms=reserved)
+            close = functools.partial(
+                combine, plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=dx,
+                dweight_parts=None if dw_R is None else dw_R.view(1, -1), dweight=dweights, **here,
             )  # fmt: skip
-        elif needs.w2:
-            h = _activation(gate_up, plan)
-        if x_RH is not None:
-            with beside(started, dy.device) as arrived:
-                expand(plan, call.x, recv, workspace.delta, from_peers=False, out=x_RH)
-        if needs.w2:
-            assert h is not None
-            dw2 = wgrad_down(
-                dy_RH, h, plan.tiles, dtype=call.w2.dtype, reserved_sms=reserved, heavy=tuned.heavy_experts
-            )
-        if needs.x:
-            assert dgu is not None
-            # dy's rows are not needed any more: their memory takes the rows of dx.
-            rows = gemm_up_backward(dgu, w1, w3, plan.tiles, out=dy_RH, reserved_sms=reserved)
-        close = functools.partial(
-            combine, plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows,
-            out=dx, dweight_parts=None if dw_R is None else dw_R.view(1, -1), dweight=dweights,
-            block_tokens=tuned.combine_tokens, lead_chunks=tuned.combine_lead,
-        )  # fmt: skip
-        if x_RH is None:
-            close()
-        else:
-            assert dgu is not None and arrived is not None
+            if not need_w13:
+                close()
+                continue
+            assert x_RH is not None and dgu is not None
             summed = now()
-            arrived.wait()
-            dw1, dw3 = wgrad_up(
-                dgu, x_RH, plan.tiles, need_w1=needs.w1, need_w3=needs.w3,
-                dtype=call.w1.dtype, reserved_sms=reserved, heavy=tuned.heavy_experts,
+            if not index:
+                expanded.wait()
+            wgrad_up(
+                dgu, x_RH, plan.tiles, need_w1=needs.w1, need_w3=needs.w3, out_w1=dw1, out_w3=dw3,
+                dtype=call.w1.dtype if passes == 1 else torch.float32, add=add, reserved_sms=reserved,
             )  # fmt: skip
             with beside(summed, dy.device) as closed:
                 close()
             closed.wait()
         workspace.leave()
-        return Gradients(dx, dweights, dw1, dw3, dw2)
+        return Gradients(dx, dweights, _rounded(dw1, call.w1), _rounded(dw3, call.w3), _rounded(dw2, call.w2))
 
     def fake_saved(self, call: MoECall) -> list[Tensor]:
         if not any(call.needs):
             return []
-        x = call.x
+        x, passes = call.x, 1
         bound = call.config.max_tokens_per_rank
         if bound:
             shape = _plan_shape(call, bound)
-            words, pool = shape.words, shape.pool_rows
-            recv = max(shape.recv_rows, 1)
-            if tuning.current().multi_pass and shape.passes > 1:
-                return [
-                    x.new_empty(words * shape.passes, dtype=torch.int32),
-                    x.new_empty(2, pool, call.intermediate),
-                    x.new_empty(recv_rows(shape), call.hidden),
-                ]
+            passes = number_of_passes(shape, call.config)
+            words, pool, recv = passes * shape.words, shape.pool_rows, recv_rows(shape, passes)
         else:  # the first call's T decides
             ctx = torch.library.get_ctx()
             sizes: list[Any] = [ctx.new_dynamic_size() for _ in range(3)]
             words, pool, recv = sizes
-        keep = call.needs.w1 or call.needs.w3
         return [
             x.new_empty(words, dtype=torch.int32),
             x.new_empty(2, pool, call.intermediate),
-            x.new_empty(recv, call.hidden) if keep else x.new_empty(0),
+            x.new_empty(recv, call.hidden) if _keeps_recv(call, passes) else x.new_empty(0),
         ]
+
+
+def _keeps_recv(call: MoECall, passes: int) -> bool:
+    return call.needs.w1 or call.needs.w3 or passes > 1
+
+
+def _rounded(grad: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if grad is None else grad.to(like.dtype)
 
 
 def _operands(call: MoECall) -> tuple[Tensor, Tensor, Tensor]:
@@ -272,7 +318,7 @@ def _open(workspace: Workspace, plan: RoutingPlan, call: MoECall, signature: int
 def _signature(call: MoECall, shape: PlanShape, phase: Phase) -> int:
     """31 bits: the phase below, a hash of all that must be equal on the ranks above."""
     return _hash(
-        call.hidden, call.intermediate, call.needs.bits, call.config, tuning.current(),
+        call.hidden, call.intermediate, call.needs.bits, call.config,
         (shape.world, shape.top_k, shape.num_local_experts, shape.max_tokens),
     ) << 4 | int(phase)  # fmt: skip
 

@@ -14,8 +14,7 @@ import triton
 from torch import Tensor
 
 from .cuda_kernels import DEFAULT_BUILD, Build, box_map, launch, operand_map, store_map
-from .gemm_common import check_dims, check_matrix, check_pool, output_or_new
-from .gemm_down import check_columns
+from .gemm_common import check_matrix, check_operands, output_or_new
 from .gemm_up import Up
 from .tiles import PoolTiles
 
@@ -60,11 +59,10 @@ def gemm_up_cuda(
     """
     experts, intermediate, hidden = w1.shape
     rows = x_RH.shape[0]
-    check_dims(hidden, intermediate)
-    check_pool(tiles, rows, experts)
-    check_matrix("x_RH", x_RH, (rows, hidden), torch.bfloat16)
-    check_matrix("w1", w1, (experts, intermediate, hidden), torch.bfloat16)
-    check_matrix("w3", w3, (experts, intermediate, hidden), torch.bfloat16)
+    check_operands(
+        tiles, rows, (experts, hidden, intermediate), x_RH=(x_RH, (rows, hidden)),
+        w1=(w1, (experts, intermediate, hidden)), w3=(w3, (experts, intermediate, hidden)),
+    )  # fmt: skip
     check_matrix("weight_R", weight_R, (rows,), torch.float32)
     h_RI = output_or_new(out_h, "out_h", (rows, intermediate), x_RH)
     gu = output_or_new(out_gu, "out_gu", (2, rows, intermediate), x_RH) if save else None
@@ -89,7 +87,6 @@ def gemm_down_cuda(
     out: Tensor | None = None,
     reserved_sms: int = 0,
     build: Build = DEFAULT_BUILD,
-    columns: tuple[int, int] | None = None,
 ) -> Tensor:
     """o_RH[r] = W2[expert of r] · h_RI[r] for the rows of the tiles in use.
 
@@ -100,10 +97,9 @@ def gemm_down_cuda(
         out: (R, H) bf16 to write; a new tensor when None.
         reserved_sms: SMs left to other streams.
         build: how the kernel is compiled.
-        columns: compute the columns [first, last) of the output only, see `wave_columns`; None: all.
 
     Returns:
-        (R, H) bf16. Padding rows hold garbage; rows past the tiles in use and other columns are not written.
+        (R, H) bf16. Padding rows hold garbage; rows past the tiles in use are not written.
 
     Raises:
         ConfigError: a shape, dtype, layout or dimension does not fit; before any launch.
@@ -111,18 +107,17 @@ def gemm_down_cuda(
     """
     experts, hidden, intermediate = w2.shape
     rows = h_RI.shape[0]
-    check_dims(hidden, intermediate)
-    check_pool(tiles, rows, experts)
-    check_matrix("h_RI", h_RI, (rows, intermediate), torch.bfloat16)
-    check_matrix("w2", w2, (experts, hidden, intermediate), torch.bfloat16)
+    check_operands(
+        tiles, rows, (experts, hidden, intermediate),
+        h_RI=(h_RI, (rows, intermediate)), w2=(w2, (experts, hidden, intermediate)),
+    )  # fmt: skip
     o_RH = output_or_new(out, "out", (rows, hidden), h_RI)
-    first, last = check_columns(columns, hidden)
-    weight = operand_map(w2[:, first:last])
+    weight = operand_map(w2)
     launch(
         "bf16_plain", _PLAIN,
         (
-            operand_map(h_RI.unsqueeze(0)), weight, weight, store_map(o_RH[:, first:last].unsqueeze(0)),
-            tiles.tile_expert, tiles.num_tiles, last - first, triton.cdiv(intermediate, K_STEP), 1,
+            operand_map(h_RI.unsqueeze(0)), weight, weight, store_map(o_RH.unsqueeze(0)),
+            tiles.tile_expert, tiles.num_tiles, hidden, triton.cdiv(intermediate, K_STEP), 1,
         ),
         h_RI.device, build=build, reserved_sms=reserved_sms,
     )  # fmt: skip
@@ -158,11 +153,10 @@ def gemm_up_backward_cuda(
     """
     experts, intermediate, hidden = w1.shape
     rows = dgu.shape[1]
-    check_dims(hidden, intermediate)
-    check_pool(tiles, rows, experts)
-    check_matrix("dgu", dgu, (2, rows, intermediate), torch.bfloat16)
-    check_matrix("w1", w1, (experts, intermediate, hidden), torch.bfloat16)
-    check_matrix("w3", w3, (experts, intermediate, hidden), torch.bfloat16)
+    check_operands(
+        tiles, rows, (experts, hidden, intermediate), dgu=(dgu, (2, rows, intermediate)),
+        w1=(w1, (experts, intermediate, hidden)), w3=(w3, (experts, intermediate, hidden)),
+    )  # fmt: skip
     dx_RH = output_or_new(out, "out", (rows, hidden), dgu)
     launch(
         "bf16_plain", _PLAIN,

@@ -16,10 +16,7 @@ rank leaves a call before all others are past their last read from it.
 No deadlock: blocks are scheduled in the order of their index. Sending blocks never wait. Take the
 unfinished sending block of lowest chunk on any rank: receiving blocks scheduled before it wait for
 lower chunks only, all sent, so they end and leave their SM to it. Every wait also ends at the timeout,
-at a peer's notice that it gave up, or when another block here has given up. A call may be closed in waves
-of columns, one launch each with flags of its own. Two such launches must not run at once on a rank: the
-later one's receiving blocks could hold every SM here while the earlier one's hold every SM of a peer. So
-the caller lets each wave end before the next starts; then the argument holds for each wave in turn.
+at a peer's notice that it gave up, or when another block here has given up.
 """
 
 # ruff: noqa: SIM102
@@ -53,12 +50,12 @@ def _rows_of(slot_row_ptr, slot, live, K: tl.constexpr):
 
 
 @triton.jit
-def _sum_rows(rows_ptr, rows, col, H, end_col, K: tl.constexpr, BLOCK_T: tl.constexpr,
+def _sum_rows(rows_ptr, rows, col, H, K: tl.constexpr, BLOCK_T: tl.constexpr,
               BLOCK_H: tl.constexpr):  # fmt: skip
     """Σ_k rows[row_k] of BLOCK_T tokens in fp32, in the order of k; a k without a row adds nothing."""
     acc = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
     for k in tl.static_range(K):
-        mask = (rows[k] >= 0)[:, None] & (col < end_col)[None, :]
+        mask = (rows[k] >= 0)[:, None] & (col < H)[None, :]
         at = rows[k].to(tl.int64)[:, None] * H + col[None, :]
         acc += tl.load(rows_ptr + at, mask=mask, other=0.0).to(tl.float32)
     return acc
@@ -97,8 +94,8 @@ def _await_flag(flag_ptr, notice_ptr, state_ptr, call, begin, timeout_ns, TIMEOU
 def _combine_kernel(
     rows_ptr, slot_row_ptr, tokens_ptr, ok_ptr, ids_ptr, out_ptr, part_ptr, dweight_ptr,
     sym_partial_ptr, sym_dweight_ptr, flags_ptr, mail_ptr, delta_ptr, state_ptr, report_ptr,
-    num_tokens, max_tokens, H, first_col, last_col, num_parts, pool_rows, signature, timeout_ns,
-    pass_index, window_chunks, PASSES: tl.constexpr, ALL_COLUMNS: tl.constexpr,
+    num_tokens, max_tokens, H, num_parts, pool_rows, signature, timeout_ns,
+    pass_index, window_chunks, PASSES: tl.constexpr,
     WORLD: tl.constexpr, WORLD_P: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr,
     KP: tl.constexpr, E_LOCAL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr, LEAD: tl.constexpr, HAS_ROWS: tl.constexpr,
@@ -111,11 +108,6 @@ def _combine_kernel(
     member = turn - group * WORLD
     is_sender = (block < LEAD) | (member < WORLD - 1)
     sender = tl.where(block < LEAD, block, LEAD + group * (WORLD - 1) + member)
-    start_col = 0
-    end_col = H
-    if not ALL_COLUMNS:
-        start_col = first_col
-        end_col = last_col
     mode = tl.load(ok_ptr)
     ok = mode != 0
     first_chunk = 0
@@ -149,10 +141,10 @@ def _combine_kernel(
                     any_row = rows[0]
                     for k in tl.static_range(1, K):
                         any_row = tl.maximum(any_row, rows[k])
-                    for h in tl.range(start_col, end_col, BLOCK_H, num_stages=1):
+                    for h in tl.range(0, H, BLOCK_H, num_stages=1):
                         col = h + tl.arange(0, BLOCK_H)
-                        acc = _sum_rows(rows_ptr, rows, col, H, end_col, K, BLOCK_T, BLOCK_H)
-                        mask_h = (any_row >= 0)[:, None] & (col < end_col)[None, :]
+                        acc = _sum_rows(rows_ptr, rows, col, H, K, BLOCK_T, BLOCK_H)
+                        mask_h = (any_row >= 0)[:, None] & (col < H)[None, :]
                         at_h = token.to(tl.int64)[:, None] * H + col[None, :]
                         tl.store(partial + at_h, acc.to(tl.bfloat16), mask=mask_h)
                 if HAS_DWEIGHT:
@@ -207,11 +199,11 @@ def _combine_kernel(
                     owner = tl.where(ids >= 0, ids // E_LOCAL, -1)
                 if HAS_ROWS:
                     rows = _rows_of(slot_row_ptr, slot, live & ready, K)
-                    for h in tl.range(start_col, end_col, BLOCK_H, num_stages=1):
+                    for h in tl.range(0, H, BLOCK_H, num_stages=1):
                         col = h + tl.arange(0, BLOCK_H)
-                        acc = _sum_rows(rows_ptr, rows, col, H, end_col, K, BLOCK_T, BLOCK_H)
+                        acc = _sum_rows(rows_ptr, rows, col, H, K, BLOCK_T, BLOCK_H)
                         at_h = token.to(tl.int64)[:, None] * H + col[None, :]
-                        mask_h = live[:, None] & (col < end_col)[None, :]
+                        mask_h = live[:, None] & (col < H)[None, :]
                         for i in tl.static_range(1, WORLD):
                             has = tl.max((owner == (RANK + i) % WORLD).to(tl.int32), axis=1) != 0
                             place = (i - 1) * tl.cast(max_tokens, tl.int64) * H
@@ -259,10 +251,6 @@ def combine(
     out: Tensor | None = None,
     dweight_parts: Tensor | None = None,
     dweight: Tensor | None = None,
-    columns: tuple[int, int] | None = None,
-    wave: int = 0,
-    block_tokens: int = BLOCK_TOKENS,
-    lead_chunks: int = LEAD_CHUNKS,
     pass_index: int = 0,
     passes: int = 1,
 ) -> None:
@@ -276,11 +264,6 @@ def combine(
         out: (T, H) bf16, with `rows`; NaN if the call was given up.
         dweight_parts: (parts, P) fp32, summed over parts into the gradient of each row's top-k weight.
         dweight: (T, K) fp32, with `dweight_parts`; 0 in dropped slots.
-        columns: the columns [first, last) of `rows` and `out` to handle, first a multiple of 16; None: all.
-        wave: which set of flags to use, below MAX_WAVES; each combine of a call needs its own, and its kernel
-            must not start before that of the wave before has ended.
-        block_tokens: tokens that a block adds at once.
-        lead_chunks: chunks sent to every peer before the first receiving block.
         pass_index, passes: of a call in several passes, each of which closes its own window of tokens.
     """
     shape = plan.shape
@@ -293,21 +276,17 @@ def combine(
     hidden = 16 if rows is None else rows.shape[1]
     dummy = plan.flat
     parts = 1 if dweight_parts is None else dweight_parts.shape[0]
-    first_col, last_col = columns or (0, hidden)
-    block_h = min(triton.next_power_of_2(last_col - first_col), 1024)
-    flags = workspace.flags if wave == 0 else workspace.flags[wave]
-    lead, groups = block_counts(grid_chunks, own, shape.world, lead_chunks)
+    lead, groups = block_counts(grid_chunks, own, shape.world, LEAD_CHUNKS)
     _combine_kernel[(lead + groups * shape.world,)](
         dummy if rows is None else rows, plan.slot_row, plan.tokens, plan.ok, ids,
         dummy if out is None else out, dummy if dweight_parts is None else dweight_parts,
         dummy if dweight is None else dweight, workspace.partial, workspace.dweight,
-        flags, workspace.mail, workspace.delta, workspace.state, workspace.report,
-        num_tokens, shape.max_tokens, hidden, first_col, last_col, parts, shape.pool_rows, signature,
-        int(min(timeout_s, 1e9) * 1e9), pass_index, window_chunks, PASSES=passes,
-        ALL_COLUMNS=columns is None, WORLD=shape.world,
+        workspace.flags, workspace.mail, workspace.delta, workspace.state, workspace.report,
+        num_tokens, shape.max_tokens, hidden, parts, shape.pool_rows, signature,
+        int(min(timeout_s, 1e9) * 1e9), pass_index, window_chunks, PASSES=passes, WORLD=shape.world,
         WORLD_P=max(triton.next_power_of_2(shape.world), 2), RANK=shape.rank, K=top_k,
         KP=triton.next_power_of_2(top_k), E_LOCAL=shape.num_local_experts, CHUNK=COMBINE_TOKENS,
-        BLOCK_T=block_tokens, BLOCK_H=block_h, LEAD=lead, HAS_ROWS=rows is not None,
-        HAS_DWEIGHT=dweight is not None, TIMEOUT=status.TIMEOUT_COMBINE,
+        BLOCK_T=BLOCK_TOKENS, BLOCK_H=min(triton.next_power_of_2(hidden), 1024), LEAD=lead,
+        HAS_ROWS=rows is not None, HAS_DWEIGHT=dweight is not None, TIMEOUT=status.TIMEOUT_COMBINE,
         AHEAD=status.PEER_AHEAD, GAVE_UP=status.PEER_GAVE_UP, num_warps=4,
     )  # fmt: skip

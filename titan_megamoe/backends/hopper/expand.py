@@ -1,7 +1,8 @@
 """Expand tokens into the pool: pool[slot_row[token, k]] = row of the token, for every local slot.
 
-Used by the backward: for dy, whose remote rows are read from the peers' symmetric buffers, and for x, whose
-remote rows were kept in the forward's receive buffer. A remote row crosses NVLink once.
+The rows of peers are read from their symmetric buffers (dy; x in a forward that does not gather), and kept in
+the receive buffer if that is asked for, or they are there already (x in a backward). A remote row crosses
+NVLink once.
 
 Grid: blocks of BLOCK_T tokens, alternately remote ones (in the order of the receive buffer) and local
 ones, so that NVLink and HBM are busy together. Blocks wait for nothing. Padding rows of the pool are
@@ -21,10 +22,10 @@ from .plan_kernels import window
 
 @triton.jit(do_not_specialize=["pass_index"])
 def _expand_kernel(
-    local_ptr, remote_ptr, delta_ptr, pool_ptr, slot_row_ptr, recv_token_ptr, recv_count_ptr, ok_ptr,
-    num_tokens, max_tokens, H, local_blocks, remote_blocks, pass_index, window_tokens, PASSES: tl.constexpr,
-    RANK: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
-    FROM_PEERS: tl.constexpr,
+    local_ptr, remote_ptr, delta_ptr, pool_ptr, keep_ptr, slot_row_ptr, recv_token_ptr, recv_count_ptr,
+    ok_ptr, num_tokens, max_tokens, H, local_blocks, remote_blocks, pass_index, window_tokens,
+    PASSES: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+    FROM_PEERS: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     both = tl.minimum(local_blocks, remote_blocks)
@@ -54,6 +55,9 @@ def _expand_kernel(
             col = h + tl.arange(0, BLOCK_H)
             mask = live[:, None] & (col < H)[None, :]
             data = tl.load(base + start[:, None] + col[None, :], mask=mask)
+            if KEEP:
+                kept = keep_ptr + at.to(tl.int64)[:, None] * H + col[None, :]
+                tl.store(kept, data, mask=mask & is_remote)
             for k in tl.static_range(K):
                 target = pool_ptr + rows[k].to(tl.int64)[:, None] * H + col[None, :]
                 tl.store(target, data, mask=mask & (rows[k] >= 0)[:, None])
@@ -67,12 +71,14 @@ def expand(
     *,
     from_peers: bool,
     out: Tensor | None = None,
+    keep: Tensor | None = None,
     pass_index: int = 0,
     passes: int = 1,
 ) -> Tensor:
     """Pool (P, H) bf16 from `local` (T, H) and `remote`: the receive buffer, or, with `from_peers`, this
-    rank's symmetric buffer, whose likes on the peers lie `delta` (W,) bytes away. A pass of several
-    (`pass_index` of `passes`) takes the tokens of its window only."""
+    rank's symmetric buffer, whose likes on the peers lie `delta` (W,) bytes away. `keep` is the receive
+    buffer, to which the peers' rows are copied too. A pass of several (`pass_index` of `passes`)
+    takes the tokens of its window only."""
     shape = plan.shape
     num_tokens, hidden = local.shape
     pool = local.new_empty(shape.pool_rows, hidden) if out is None else out
@@ -85,9 +91,10 @@ def expand(
         remote_blocks = triton.cdiv((shape.world - 1) * shape.window_tokens, block_t)
     if local_blocks + remote_blocks:
         _expand_kernel[(local_blocks + remote_blocks,)](
-            local, remote, delta, pool, plan.slot_row, plan.recv_token, plan.recv_count, plan.ok,
-            num_tokens, shape.max_tokens, hidden, local_blocks, remote_blocks, pass_index,
-            shape.window_tokens, PASSES=passes, RANK=shape.rank,
-            K=shape.top_k, BLOCK_T=block_t, BLOCK_H=block_h, FROM_PEERS=from_peers, num_warps=4,
+            local, remote, delta, pool, pool if keep is None else keep, plan.slot_row, plan.recv_token,
+            plan.recv_count, plan.ok, num_tokens, shape.max_tokens, hidden, local_blocks, remote_blocks,
+            pass_index, shape.window_tokens, PASSES=passes, RANK=shape.rank,
+            K=shape.top_k, BLOCK_T=block_t, BLOCK_H=block_h, FROM_PEERS=from_peers, KEEP=keep is not None,
+            num_warps=4,
         )  # fmt: skip
     return pool

@@ -24,7 +24,6 @@ from ...config import MegaMoEConfig
 from ...routing import RoutingPlan
 from ...workspace import Workspace
 from ..base import Gradients, MoECall
-from . import tuning
 from .backend import FusedBackend, _activation, _open, _prepare, _signature
 from .combine import combine
 from .expand import expand
@@ -32,7 +31,7 @@ from .fp8_expand import expand_both, expand_fp8
 from .fp8_gemm import Fp8Rows, gemm_down_backward_fp8, gemm_plain_fp8, gemm_up_fp8, why_no_kernels
 from .fp8_quantize import check_fp8_dims, quantize_rows
 from .fp8_weights import WeightCache
-from .plan_kernels import build_plan
+from .plan_kernels import build_plans
 from .side import beside, now
 from .symmetric import publish
 from .wgrad import wgrad_down, wgrad_up
@@ -54,8 +53,6 @@ class Fp8FusedBackend(FusedBackend):
             return f"its kernels compute in bf16 and fp8, not {config.precision!r}"
         if config.wgrad_precision != "bf16":
             return "its weight gradients have bf16 operands so far; set wgrad_precision='bf16'"
-        if tuning.current().multi_pass:
-            return "it makes one pass over its rows in fp8; switch multi_pass off (tuning.py)"
         like_bf16 = dataclasses.replace(config, precision="bf16")
         return super().unavailable(device, group, like_bf16) or why_no_kernels()
 
@@ -66,7 +63,7 @@ class Fp8FusedBackend(FusedBackend):
             return super().forward(call)
         save = any(call.needs)
         workspace, shape = _prepare(call)
-        config, tuned = call.config, tuning.current()
+        config = call.config
         signature = _signature(call, shape, Phase.FORWARD if save else Phase.INFERENCE)
         plan = RoutingPlan.empty(shape, call.x.device)
         publish(
@@ -76,9 +73,9 @@ class Fp8FusedBackend(FusedBackend):
         )  # fmt: skip
         local = _quantize_to_share(call.x, workspace)
         _open(workspace, plan, call, signature, backward=False)
-        build_plan(
-            plan, workspace.ids, workspace.weights, workspace.delta, workspace.state,
-            workspace.report, signature, tuned.plan_chunk,
+        build_plans(
+            [plan], workspace.ids, workspace.weights, workspace.delta, workspace.state,
+            workspace.report, signature,
         )  # fmt: skip
         w13, w2 = self.weights.get(call.w1, call.w3, call.w2)
         h, gate_up = gemm_up_fp8(
@@ -89,7 +86,6 @@ class Fp8FusedBackend(FusedBackend):
         y = torch.empty_like(call.x)
         combine(
             plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=y,
-            block_tokens=tuned.combine_tokens,
         )  # fmt: skip
         workspace.leave()
         if not save:
@@ -157,7 +153,7 @@ class Fp8FusedBackend(FusedBackend):
             fetch_x()
         close = functools.partial(
             combine, plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=dx,
-            dweight_parts=parts, dweight=dweights, block_tokens=tuning.current().combine_tokens,
+            dweight_parts=parts, dweight=dweights,
         )  # fmt: skip
         if x_RH is None:
             close()

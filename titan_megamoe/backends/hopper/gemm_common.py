@@ -48,9 +48,20 @@ class GemmConfig:
     subtiles: int = 2
     programs_per_sm: int = 1
 
+    def launch(self, block_m: int) -> dict[str, int]:
+        """What a plain row-tiled kernel takes of this."""
+        return dict(
+            BM=block_m, BN=self.block_n, BK=self.block_k, SUB=self.subtiles,
+            num_warps=self.warps, num_stages=self.stages,
+        )  # fmt: skip
+
 
 SPECIALIZED = GemmConfig(block_n=256, block_k=64, warps=12, stages=3, subtiles=1)
 """The tiling of the specialised kernels, which have no other."""
+
+
+LAUNCH_SPECIALIZED = {"num_warps": 4, "maxnreg": 168}
+"""Launch options of the specialised kernels: 168 registers for each of 384 threads are all of an SM's."""
 
 
 def choose_config(config: GemmConfig | None, plain: GemmConfig, contraction: int) -> GemmConfig:
@@ -131,6 +142,17 @@ def check_pool(tiles: PoolTiles, rows: int, experts: int) -> None:
                 f"{name} is {table.dtype} {tuple(table.shape)}, but torch.int32 {shape} is needed: "
                 "the tables must belong to these weights"
             )
+
+
+def check_operands(
+    tiles: PoolTiles, rows: int, sizes: tuple[int, int, int], **operands: tuple[Tensor, Sequence[int]]
+) -> None:
+    """Raise ConfigError unless sizes (e, H, I), pool and operands, each (bf16 tensor, shape), fit."""
+    experts, hidden, intermediate = sizes
+    check_dims(hidden, intermediate)
+    check_pool(tiles, rows, experts)
+    for name, (operand, shape) in operands.items():
+        check_matrix(name, operand, shape, torch.bfloat16)
 
 
 def block_descriptor(x: Tensor, block: Sequence[int]) -> TensorDescriptor:

@@ -14,51 +14,43 @@ Padding rows of the pool give padding rows of the output.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...errors import ConfigError
 from .gemm_common import (
+    LAUNCH_SPECIALIZED,
     SPECIALIZED,
     GemmConfig,
     block_descriptor,
-    check_dims,
-    check_matrix,
-    check_pool,
+    check_operands,
     choose_config,
     column_piece,
     grid_size,
     matrix_descriptor,
     output_or_new,
 )
-from .gemm_specialized import HALF, MAX_REGISTERS, down_specialized_kernel
+from .gemm_specialized import HALF, down_specialized_kernel
 from .tiles import BLOCK_M, PoolTiles
 
 DOWN_CONFIG = GemmConfig(block_n=256, block_k=64, warps=8, stages=3, subtiles=2)
-COLUMN_UNIT = 256
-"""Output columns of a launch start at a multiple of this: whole tiles of every tiling."""
 
 
 @triton.jit
 def down_kernel(
     h_desc,  # (R, I) bf16, block (BM, BK)
-    w2_desc,  # (e, N, I) bf16, block (1, BN, BK)
-    o_desc,  # (R, N) bf16, block (BM, BN / SUB)
+    w2_desc,  # (e, H, I) bf16, block (1, BN, BK)
+    o_desc,  # (R, H) bf16, block (BM, BN / SUB)
     tile_expert_ptr,  # (max_tiles,) int32
     num_tiles_ptr,  # (1,) int32
-    N: tl.constexpr,  # output columns of this launch
+    H: tl.constexpr,
     I: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     SUB: tl.constexpr,
 ):
-    COLUMN_TILES: tl.constexpr = (N + BN - 1) // BN
+    COLUMN_TILES: tl.constexpr = (H + BN - 1) // BN
     STEPS: tl.constexpr = (I + BK - 1) // BK
     total = tl.load(num_tiles_ptr) * COLUMN_TILES
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=True):
@@ -83,7 +75,6 @@ def gemm_down(
     out: Tensor | None = None,
     reserved_sms: int = 0,
     config: GemmConfig | None = None,
-    columns: tuple[int, int] | None = None,
 ) -> Tensor:
     """o_RH[r] = W2[expert of r] · h_RI[r] for the rows of the tiles in use.
 
@@ -94,82 +85,42 @@ def gemm_down(
         out: (R, H) bf16 to write; a new tensor when None.
         reserved_sms: SMs left to other streams.
         config: the tiling; None takes the specialised kernel where it fits, else the plain one.
-        columns: compute the columns [first, last) of the output only, see `wave_columns`; None: all.
 
     Returns:
-        (R, H) bf16, accumulated in fp32. Padding rows hold garbage; rows past the tiles in use and other
-        columns are not written.
+        (R, H) bf16, accumulated in fp32. Padding rows hold garbage; rows past the tiles in use are not
+        written.
 
     Raises:
         ConfigError: a shape, dtype, layout or dimension does not fit; before any launch.
     """
     experts, hidden, intermediate = w2.shape
     rows = h_RI.shape[0]
-    check_dims(hidden, intermediate)
-    check_pool(tiles, rows, experts)
-    check_matrix("h_RI", h_RI, (rows, intermediate), torch.bfloat16)
-    check_matrix("w2", w2, (experts, hidden, intermediate), torch.bfloat16)
+    check_operands(
+        tiles, rows, (experts, hidden, intermediate),
+        h_RI=(h_RI, (rows, intermediate)), w2=(w2, (experts, hidden, intermediate)),
+    )  # fmt: skip
     o_RH = output_or_new(out, "out", (rows, hidden), h_RI)
-    first, last = check_columns(columns, hidden)
     c = choose_config(config, DOWN_CONFIG, intermediate)
     grid = (grid_size(h_RI.device, c, reserved_sms),)
-    o_RN = o_RH[:, first:last]
+    shape = dict(H=hidden, I=intermediate)
     if c == SPECIALIZED:
-        # One matrix of all experts from row `first` on: the kernel adds expert · H.
-        weights = w2.view(-1, intermediate)[first:]
         down_specialized_kernel[grid](
             matrix_descriptor(h_RI, BLOCK_M, c.block_k),
-            matrix_descriptor(weights, c.block_n, c.block_k),
-            _column_descriptor(o_RN, c.block_n),
+            matrix_descriptor(w2, c.block_n, c.block_k),
+            matrix_descriptor(o_RH, HALF.value, c.block_n),
             tiles.tile_expert,
             tiles.num_tiles,
-            H=hidden,
-            I=intermediate,
-            N=last - first,
-            num_warps=4,
-            maxnreg=MAX_REGISTERS,
+            **shape,
+            **LAUNCH_SPECIALIZED,
         )
         return o_RH
-    w2_eNI = w2[:, first:last]
-    piece = c.block_n // c.subtiles
     down_kernel[grid](
         block_descriptor(h_RI, (BLOCK_M, c.block_k)),
-        TensorDescriptor(w2_eNI, list(w2_eNI.shape), list(w2_eNI.stride()), [1, c.block_n, c.block_k]),
-        TensorDescriptor(o_RN, list(o_RN.shape), list(o_RN.stride()), [BLOCK_M, piece]),
+        block_descriptor(w2, (1, c.block_n, c.block_k)),
+        block_descriptor(o_RH, (BLOCK_M, c.block_n // c.subtiles)),
         tiles.tile_expert,
         tiles.num_tiles,
-        N=last - first,
-        I=intermediate,
-        BM=BLOCK_M,
-        BN=c.block_n,
-        BK=c.block_k,
-        SUB=c.subtiles,
-        num_warps=c.warps,
-        num_stages=c.stages,
+        **shape,
+        **c.launch(BLOCK_M),
     )
     return o_RH
-
-
-def wave_columns(hidden: int, waves: int) -> list[tuple[int, int]]:
-    """At most `waves` ranges of output columns, as equal as multiples of COLUMN_UNIT allow, covering H."""
-    units = -(-hidden // COLUMN_UNIT)
-    waves = min(waves, units)
-    edges = [units * i // waves * COLUMN_UNIT for i in range(waves)] + [hidden]
-    return list(zip(edges, edges[1:], strict=False))
-
-
-def check_columns(columns: tuple[int, int] | None, hidden: int) -> tuple[int, int]:
-    """The range of output columns of a call, or ConfigError if no kernel can start or end there."""
-    first, last = columns or (0, hidden)
-    if not 0 <= first < last <= hidden or first % COLUMN_UNIT:
-        raise ConfigError(
-            f"columns are [{first}, {last}), but a range within H = {hidden} that starts at a multiple of "
-            f"{COLUMN_UNIT} is needed; make it with wave_columns"
-        )
-    return first, last
-
-
-def _column_descriptor(o_RN: Tensor, columns: int) -> GluonDescriptor:
-    """TMA descriptor of some columns of a matrix: what lies past the last is not written."""
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return GluonDescriptor(o_RN, list(o_RN.shape), list(o_RN.stride()), [HALF.value, columns], layout)

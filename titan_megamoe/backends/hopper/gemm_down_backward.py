@@ -27,20 +27,20 @@ import triton.language as tl
 from torch import Tensor
 
 from .gemm_common import (
+    LAUNCH_SPECIALIZED,
     SPECIALIZED,
     GemmConfig,
     block_descriptor,
-    check_dims,
     check_matrix,
-    check_pool,
+    check_operands,
     choose_config,
     column_piece,
     grid_size,
     matrix_descriptor,
     output_or_new,
 )
-from .gemm_down_backward_fast import down_backward_fast_kernel
-from .gemm_specialized import BLOCK, MAX_REGISTERS, PIECE, down_backward_specialized_kernel
+from .gemm_specialized import BLOCK, PIECE
+from .swiglu_backward import down_backward_specialized_kernel
 from .tiles import BLOCK_M, PoolTiles
 
 DOWN_BACKWARD_CONFIG = GemmConfig(block_n=256, block_k=64, warps=8, stages=3, subtiles=8)
@@ -147,7 +147,6 @@ def gemm_down_backward(
     out_h: Tensor | None = None,
     reserved_sms: int = 0,
     config: GemmConfig | None = None,
-    fast: bool = False,
 ) -> DownBackward:
     """Gradients of gate, up and top-k weight from dy, for the rows of the tiles in use.
 
@@ -163,7 +162,6 @@ def gemm_down_backward(
         out_h: (R, I) bf16 to write; a new tensor when None.
         reserved_sms: SMs left to other streams.
         config: the tiling; None takes the specialised kernel where it fits, else the plain one.
-        fast: the specialised kernel's shorter epilogue, exp and reciprocal to 2 ulp of fp32.
 
     Returns:
         DownBackward. Padding rows hold garbage; rows past the tiles in use are not written (dw_R: garbage).
@@ -173,12 +171,11 @@ def gemm_down_backward(
     """
     experts, hidden, intermediate = w2.shape
     rows = dy_RH.shape[0]
-    check_dims(hidden, intermediate)
-    check_pool(tiles, rows, experts)
-    check_matrix("dy_RH", dy_RH, (rows, hidden), torch.bfloat16)
-    check_matrix("w2", w2, (experts, hidden, intermediate), torch.bfloat16)
-    check_matrix("g_RI", g_RI, (rows, intermediate), torch.bfloat16)
-    check_matrix("u_RI", u_RI, (rows, intermediate), torch.bfloat16)
+    check_operands(
+        tiles, rows, (experts, hidden, intermediate), dy_RH=(dy_RH, (rows, hidden)),
+        w2=(w2, (experts, hidden, intermediate)), g_RI=(g_RI, (rows, intermediate)),
+        u_RI=(u_RI, (rows, intermediate)),
+    )  # fmt: skip
     check_matrix("weight_R", weight_R, (rows,), torch.float32)
     dgu = output_or_new(out_dgu, "out_dgu", (2, rows, intermediate), dy_RH)
     h_RI = output_or_new(out_h, "out_h", (rows, intermediate), dy_RH) if need_h else None
@@ -199,8 +196,7 @@ def gemm_down_backward(
     shape = dict(H=hidden, I=intermediate, NEED_H=need_h, NEED_DW=need_dw)
     grid = (grid_size(dy_RH.device, c, reserved_sms),)
     if c == SPECIALIZED:
-        kernel = down_backward_fast_kernel if fast else down_backward_specialized_kernel
-        kernel[grid](
+        down_backward_specialized_kernel[grid](
             matrix_descriptor(dy_RH, BLOCK_M, c.block_k),
             matrix_descriptor(w2, c.block_k, c.block_n),
             matrix_descriptor(g_RI, PIECE.value, BLOCK.value),
@@ -208,8 +204,7 @@ def gemm_down_backward(
             weight_R,
             *outputs,
             **shape,
-            num_warps=4,
-            maxnreg=MAX_REGISTERS,
+            **LAUNCH_SPECIALIZED,
         )
     else:
         down_backward_kernel[grid](
@@ -220,11 +215,6 @@ def gemm_down_backward(
             weight_R,
             *outputs,
             **shape,
-            BM=BLOCK_M,
-            BN=c.block_n,
-            BK=c.block_k,
-            SUB=c.subtiles,
-            num_warps=c.warps,
-            num_stages=c.stages,
+            **c.launch(BLOCK_M),
         )
     return DownBackward(dgu, h_RI, None if partial is None else partial.sum(0))

@@ -24,19 +24,19 @@ import triton.language as tl
 from torch import Tensor
 
 from .gemm_common import (
+    LAUNCH_SPECIALIZED,
     SPECIALIZED,
     GemmConfig,
     block_descriptor,
-    check_dims,
     check_matrix,
-    check_pool,
+    check_operands,
     choose_config,
     column_piece,
     grid_size,
     matrix_descriptor,
     output_or_new,
 )
-from .gemm_specialized import HALF, MAX_REGISTERS, up_specialized_kernel
+from .gemm_specialized import BLOCK, HALF, up_specialized_kernel
 from .tiles import BLOCK_M, PoolTiles
 
 UP_CONFIG = GemmConfig(block_n=128, block_k=64, warps=8, stages=3, subtiles=2)
@@ -134,37 +134,37 @@ def gemm_up(
     """
     experts, intermediate, hidden = w1.shape
     rows = x_RH.shape[0]
-    check_dims(hidden, intermediate)
-    check_pool(tiles, rows, experts)
-    check_matrix("x_RH", x_RH, (rows, hidden), torch.bfloat16)
-    check_matrix("w1", w1, (experts, intermediate, hidden), torch.bfloat16)
-    check_matrix("w3", w3, (experts, intermediate, hidden), torch.bfloat16)
+    check_operands(
+        tiles, rows, (experts, hidden, intermediate), x_RH=(x_RH, (rows, hidden)),
+        w1=(w1, (experts, intermediate, hidden)), w3=(w3, (experts, intermediate, hidden)),
+    )  # fmt: skip
     check_matrix("weight_R", weight_R, (rows,), torch.float32)
     h_RI = output_or_new(out_h, "out_h", (rows, intermediate), x_RH)
     gu = output_or_new(out_gu, "out_gu", (2, rows, intermediate), x_RH) if save else None
     c = choose_config(config, UP_CONFIG, hidden)
+    programs = grid_size(x_RH.device, c, reserved_sms)
     if c == SPECIALIZED:
         half = c.block_n // 2
-        up_specialized_kernel[(grid_size(x_RH.device, c, reserved_sms),)](
+        up_specialized_kernel[(programs,)](
             matrix_descriptor(x_RH, BLOCK_M, c.block_k),
             matrix_descriptor(w1, half, c.block_k),
             matrix_descriptor(w3, half, c.block_k),
             weight_R,
             h_RI,
-            matrix_descriptor(h_RI if gu is None else gu, HALF.value, half),
+            matrix_descriptor(h_RI if gu is None else gu, HALF.value, BLOCK.value),
             tiles.tile_expert,
             tiles.num_tiles,
             rows,
             H=hidden,
             I=intermediate,
+            PROGRAMS=programs,
             SAVE=save,
-            num_warps=4,
-            maxnreg=MAX_REGISTERS,
+            **LAUNCH_SPECIALIZED,
         )
         return Up(h_RI, gu)
     piece = c.block_n // c.subtiles
     h_desc = block_descriptor(h_RI, (BLOCK_M, piece))
-    up_kernel[(grid_size(x_RH.device, c, reserved_sms),)](
+    up_kernel[(programs,)](
         block_descriptor(x_RH, (BLOCK_M, c.block_k)),
         block_descriptor(w1, (1, c.block_n, c.block_k)),
         block_descriptor(w3, (1, c.block_n, c.block_k)),
@@ -176,11 +176,6 @@ def gemm_up(
         H=hidden,
         I=intermediate,
         SAVE=save,
-        BM=BLOCK_M,
-        BN=c.block_n,
-        BK=c.block_k,
-        SUB=c.subtiles,
-        num_warps=c.warps,
-        num_stages=c.stages,
+        **c.launch(BLOCK_M),
     )
     return Up(h_RI, gu)

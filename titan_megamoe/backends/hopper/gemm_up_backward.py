@@ -14,25 +14,23 @@ by the TMA unit. Padding rows of the pool give padding rows of the output.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .gemm_common import (
+    LAUNCH_SPECIALIZED,
     SPECIALIZED,
     GemmConfig,
     block_descriptor,
-    check_dims,
-    check_matrix,
-    check_pool,
+    check_operands,
     choose_config,
     column_piece,
     grid_size,
     matrix_descriptor,
     output_or_new,
 )
-from .gemm_specialized import HALF, MAX_REGISTERS, up_backward_specialized_kernel
+from .gemm_specialized import HALF, up_backward_specialized_kernel
 from .tiles import BLOCK_M, PoolTiles
 
 UP_BACKWARD_CONFIG = GemmConfig(block_n=256, block_k=32, warps=8, stages=3, subtiles=2)
@@ -103,11 +101,10 @@ def gemm_up_backward(
     """
     experts, intermediate, hidden = w1.shape
     rows = dgu.shape[1]
-    check_dims(hidden, intermediate)
-    check_pool(tiles, rows, experts)
-    check_matrix("dgu", dgu, (2, rows, intermediate), torch.bfloat16)
-    check_matrix("w1", w1, (experts, intermediate, hidden), torch.bfloat16)
-    check_matrix("w3", w3, (experts, intermediate, hidden), torch.bfloat16)
+    check_operands(
+        tiles, rows, (experts, hidden, intermediate), dgu=(dgu, (2, rows, intermediate)),
+        w1=(w1, (experts, intermediate, hidden)), w3=(w3, (experts, intermediate, hidden)),
+    )  # fmt: skip
     dx_RH = output_or_new(out, "out", (rows, hidden), dgu)
     c = choose_config(config, UP_BACKWARD_CONFIG, intermediate)
     if c == SPECIALIZED:
@@ -121,8 +118,7 @@ def gemm_up_backward(
             rows,
             H=hidden,
             I=intermediate,
-            num_warps=4,
-            maxnreg=MAX_REGISTERS,
+            **LAUNCH_SPECIALIZED,
         )
         return dx_RH
     up_backward_kernel[(grid_size(dgu.device, c, reserved_sms),)](
@@ -134,11 +130,6 @@ def gemm_up_backward(
         tiles.num_tiles,
         H=hidden,
         I=intermediate,
-        BM=BLOCK_M,
-        BN=c.block_n,
-        BK=c.block_k,
-        SUB=c.subtiles,
-        num_warps=c.warps,
-        num_stages=c.stages,
+        **c.launch(BLOCK_M),
     )
     return dx_RH

@@ -8,5 +8,3 @@ PROGRESS_AT = 32
 """First of the state words in which communication blocks count their chunks."""
 COMBINE_TOKENS = 16
 """Tokens whose partial sums one flag announces."""
-MAX_WAVES = 4
-"""Waves of columns in which a call's partial sums may be sent; each has flags of its own."""

@@ -2,8 +2,8 @@
 
     histogram → prefix sums over chunks → layout and padding → fill
 
-A chunk is CHUNK_TOKENS tokens of one source rank, or as many as the caller says; chunks are numbered by
-(source in this rank's order, token). Four launches on one stream; every block works alone, so nothing can
+A chunk is CHUNK_TOKENS tokens of one source rank; chunks are numbered by (source in this rank's order,
+token). Four launches on one stream; every block works alone, so nothing can
 deadlock. The ids of peers are read through their symmetric buffers, which `symmetric.open_call` has found
 complete.
 
@@ -24,7 +24,7 @@ from ...routing import RoutingPlan
 from . import status
 from .tiles import BLOCK_M
 
-CHUNK_TOKENS = 16
+CHUNK_TOKENS = 32
 BAD_ID = -2
 """What `symmetric.publish` stores for an id outside [-1, E)."""
 
@@ -291,30 +291,6 @@ def _fill_kernel(
     tl.store(row_weight_ptr + row, weight, mask=here)
 
 
-def build_plan(
-    plan: RoutingPlan,
-    ids: Tensor,
-    weights: Tensor,
-    delta: Tensor,
-    state: Tensor,
-    report: Tensor,
-    signature: int,
-    chunk_tokens: int = CHUNK_TOKENS,
-) -> None:
-    """Fill `plan` on the current stream; plan.tokens is already there.
-
-    Args:
-        ids: this rank's published ids (T_max, K) int32; peers' lie at the same place of their buffers.
-        weights: this rank's published weights (T_max, K) fp32.
-        delta: (W,) int64, bytes from this rank's symmetric buffer to each rank's.
-        state: this rank's device state, see `symmetric`.
-        report: (status.WORDS,) int32, where a fault is reported.
-        signature: of the call, for the report.
-        chunk_tokens: tokens of a chunk, a power of two.
-    """
-    build_plans([plan], ids, weights, delta, state, report, signature, chunk_tokens)
-
-
 def build_plans(
     plans: Sequence[RoutingPlan],
     ids: Tensor,
@@ -323,9 +299,8 @@ def build_plans(
     state: Tensor,
     report: Tensor,
     signature: int,
-    chunk_tokens: int = CHUNK_TOKENS,
 ) -> None:
-    """Fill the plan of each pass; all tables but `tokens` of the first are written here.
+    """Fill the plan of each pass on the current stream: all tables but `tokens` of the first.
 
     With one plan, more than max_routed_rows rows on a rank are an error. With `shape.passes` plans, the first
     takes all tokens if they fit on every rank and the others are empty; else plan p takes the tokens
@@ -333,10 +308,15 @@ def build_plans(
 
     Args:
         plans: one, or `shape.passes` of them; plans[0].tokens is already there.
-        chunk_tokens: at most WINDOW_UNIT. The others: see `build_plan`.
+        ids: this rank's published ids (T_max, K) int32; peers' lie at the same place of their buffers.
+        weights: this rank's published weights (T_max, K) fp32.
+        delta: (W,) int64, bytes from this rank's symmetric buffer to each rank's.
+        state: this rank's device state, see `symmetric`.
+        report: (status.WORDS,) int32, where a fault is reported.
+        signature: of the call, for the report.
     """
     shape, tokens = plans[0].shape, plans[0].tokens
-    per_rank = triton.cdiv(max(shape.max_tokens, 1), chunk_tokens)
+    per_rank = triton.cdiv(max(shape.max_tokens, 1), CHUNK_TOKENS)
     num_chunks = per_rank * shape.world
     e, world = shape.num_local_experts, shape.world
     columns = 2 * e + 2 * world
@@ -351,7 +331,7 @@ def build_plans(
         KP=triton.next_power_of_2(shape.top_k),
         E_LOCAL=e,
         E_P=max(triton.next_power_of_2(e), 2),
-        CHUNK=chunk_tokens,
+        CHUNK=CHUNK_TOKENS,
     )
     warps = 8 if sizes["E_P"] > 64 else 4
     _histogram_kernel[(num_chunks,)](
@@ -360,7 +340,7 @@ def build_plans(
     )  # fmt: skip
     _prefix_kernel[(columns,)](hist, total, num_chunks, BLOCK=1024, num_warps=4)
     for index, plan in enumerate(plans):
-        window_chunks = triton.cdiv(shape.window_tokens, chunk_tokens) if len(plans) > 1 else per_rank
+        window_chunks = triton.cdiv(shape.window_tokens, CHUNK_TOKENS) if len(plans) > 1 else per_rank
         _layout_kernel[(shape.max_tiles,)](
             total, state, report, signature, shape.max_routed_rows, shape.max_tiles,
             plan.offs, plan.counts, plan.num_tiles, plan.recv_count, plan.ok, plan.tile_expert,

@@ -3,14 +3,11 @@
     dW2[e] (H, I) = dyᵀ · h'        dW1[e], dW3[e] (I, H) = dgᵀ · x, duᵀ · x
 
 Grid: persistent programs over output tiles of WGRAD_ROWS × block_n, experts slowest so that the programs of
-one moment read the same rows from L2. Program p takes tiles p, p + G, … and runs one loop over all their
-contraction steps, whose number it first adds up from the counts: the loads of the next tile run under the
-end of this one.
-
-HEAVY changes the order: experts go longest first, and an expert is heavy when one of its tiles alone is
-more than a program's fair share of all steps. Each tile of a heavy expert gets a program of its own (they
-are fewer than the programs), the tiles of the other experts go round the programs that are left. Every
-program works this out from the counts.
+one moment read the same rows from L2, and with most rows first. An expert is heavy when one of its tiles
+alone is more than a program's fair share of all steps. Each tile of a heavy expert gets a program of its own
+(they are fewer than the programs), the tiles of the other experts go round the programs that are left, which
+run one loop over all their contraction steps: the loads of the next tile run under the end of this one. Every
+program works the order out from the counts.
 
 Bounds: an operand is addressed through a ragged descriptor (`triton.tools.ragged_tma`) whose last valid row
 is the expert's last: rows past the count read as zero whatever the pool holds there, NaN included. An expert
@@ -71,7 +68,7 @@ def wgrad_kernel(
     second_desc,  # (e, M, N), block (1, BM, BN / SUB); the same as first_desc when GRADS is 1
     offs_ptr,  # (e + 1,) int32
     count_ptr,  # (e,) int32
-    order_ptr,  # (programs, EXPERTS_POW2) int32 scratch; anything without HEAVY
+    order_ptr,  # (programs, EXPERTS_POW2) int32 scratch
     R,
     EXPERTS: tl.constexpr,
     EXPERTS_POW2: tl.constexpr,
@@ -82,7 +79,6 @@ def wgrad_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     SUB: tl.constexpr,
-    HEAVY: tl.constexpr,
     ADD: tl.constexpr,  # add to what the gradients hold; nothing is done where no expert has a row
 ):
     COLUMN_TILES: tl.constexpr = (N + BN - 1) // BN
@@ -94,27 +90,22 @@ def wgrad_kernel(
     experts = tl.arange(0, EXPERTS_POW2)
     counts = tl.load(count_ptr + experts, mask=experts < EXPERTS, other=0)
     steps_of = tl.where(experts < EXPERTS, tl.maximum((counts + BK - 1) // BK, 1), 0)
-    if HEAVY:
-        others = tl.load(count_ptr + experts, mask=experts < EXPERTS, other=-1)[None, :]
-        own_counts = tl.where(experts < EXPERTS, counts, -1)[:, None]
-        longer = (others > own_counts) | ((others == own_counts) & (experts[None, :] < experts[:, None]))
-        rank = tl.sum(longer.to(tl.int32), 1)
-        heavy = steps_of.to(tl.int64) * programs > tl.sum(steps_of.to(tl.int64)) * EXPERT_TILES
-        dedicated = tl.sum(heavy.to(tl.int32)) * EXPERT_TILES
-        stride = programs - dedicated
-        bound = rank * EXPERT_TILES - dedicated
-        mine = tiles_before(bound + EXPERT_TILES, program - dedicated, stride)
-        mine -= tiles_before(bound, program - dedicated, stride)
-        alone = (rank == program // EXPERT_TILES).to(tl.int32)
-        mine = tl.where(program < dedicated, alone, tl.where(heavy, 0, mine))
-        # A program's own copy of the order: what it stores here only its own threads read.
-        order_ptr += program * EXPERTS_POW2
-        tl.store(order_ptr + rank, experts)
-        tl.debug_barrier()
-    else:
-        stride = programs
-        mine = tiles_before((experts + 1) * EXPERT_TILES, program, programs)
-        mine -= tiles_before(experts * EXPERT_TILES, program, programs)
+    others = tl.load(count_ptr + experts, mask=experts < EXPERTS, other=-1)[None, :]
+    own_counts = tl.where(experts < EXPERTS, counts, -1)[:, None]
+    longer = (others > own_counts) | ((others == own_counts) & (experts[None, :] < experts[:, None]))
+    rank = tl.sum(longer.to(tl.int32), 1)
+    heavy = steps_of.to(tl.int64) * programs > tl.sum(steps_of.to(tl.int64)) * EXPERT_TILES
+    dedicated = tl.sum(heavy.to(tl.int32)) * EXPERT_TILES
+    stride = programs - dedicated
+    bound = rank * EXPERT_TILES - dedicated
+    mine = tiles_before(bound + EXPERT_TILES, program - dedicated, stride)
+    mine -= tiles_before(bound, program - dedicated, stride)
+    alone = (rank == program // EXPERT_TILES).to(tl.int32)
+    mine = tl.where(program < dedicated, alone, tl.where(heavy, 0, mine))
+    # A program's own copy of the order: what it stores here only its own threads read.
+    order_ptr += program * EXPERTS_POW2
+    tl.store(order_ptr + rank, experts)
+    tl.debug_barrier()
     total_steps = tl.sum(steps_of * mine)
     if ADD:
         total_steps = tl.where(tl.sum(counts) == 0, 0, total_steps)
@@ -133,9 +124,7 @@ def wgrad_kernel(
         step = tl.where(step == steps - 1, 0, step + 1)
         if step == 0:
             tile += stride
-            expert = tile // EXPERT_TILES
-            if HEAVY:
-                expert = tl.load(order_ptr + expert)
+            expert = tl.load(order_ptr + tile // EXPERT_TILES)
             grad = tile % EXPERT_TILES // GRAD_TILES
             row = tile % GRAD_TILES // COLUMN_TILES * BM
             column = tile % COLUMN_TILES * BN
@@ -163,7 +152,6 @@ def _launch(
     tiles: PoolTiles,
     reserved_sms: int,
     c: GemmConfig,
-    heavy: bool,
     add: bool,
 ) -> None:
     experts, m, n = grads[0].shape
@@ -172,7 +160,7 @@ def _launch(
     descs = [block_descriptor(grad, (1, WGRAD_ROWS, c.block_n // sub)) for grad in grads]
     programs = grid_size(a.device, c, reserved_sms)
     experts_pow2 = triton.next_power_of_2(experts)
-    order = a.new_empty((programs, experts_pow2), dtype=torch.int32) if heavy else tiles.counts
+    order = a.new_empty((programs, experts_pow2), dtype=torch.int32)
     wgrad_kernel[(programs,)](
         create_ragged_descriptor(a, (c.block_k, WGRAD_ROWS)),
         create_ragged_descriptor(b, (c.block_k, c.block_n)),
@@ -191,7 +179,6 @@ def _launch(
         BN=c.block_n,
         BK=c.block_k,
         SUB=sub,
-        HEAVY=heavy,
         ADD=add,
         num_warps=c.warps,
         num_stages=c.stages - add,  # what is there is loaded through the room of one stage
@@ -218,7 +205,6 @@ def wgrad_down(
     out: Tensor | None = None,
     reserved_sms: int = 0,
     config: GemmConfig = WGRAD_CONFIG,
-    heavy: bool = False,
     add: bool = False,
 ) -> Tensor:
     """dW2[e] = Σ over the rows r of expert e of dy[r] ⊗ h'[r].
@@ -231,7 +217,6 @@ def wgrad_down(
         out: (e, H, I) of `dtype` to write; a new tensor when None.
         reserved_sms: SMs left to other streams.
         config: the tiling.
-        heavy: give the tiles of experts with most rows programs of their own.
         add: add to what the results given hold.
 
     Returns:
@@ -246,7 +231,7 @@ def wgrad_down(
     check_matrix("dy_RH", dy_RH, (rows, hidden), torch.bfloat16)
     check_matrix("h_RI", h_RI, (rows, intermediate), torch.bfloat16)
     grad = _grad(out, "out", (tiles.num_local_experts, hidden, intermediate), dtype, dy_RH)
-    _launch(dy_RH, h_RI, [grad], tiles, reserved_sms, config, heavy, add)
+    _launch(dy_RH, h_RI, [grad], tiles, reserved_sms, config, add)
     return grad
 
 
@@ -262,7 +247,6 @@ def wgrad_up(
     out_w3: Tensor | None = None,
     reserved_sms: int = 0,
     config: GemmConfig = WGRAD_CONFIG,
-    heavy: bool = False,
     add: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
     """dW1[e] = Σ dg[r] ⊗ x[r] and dW3[e] = Σ du[r] ⊗ x[r] over the rows r of expert e, in one launch.
@@ -276,7 +260,6 @@ def wgrad_up(
         out_w1, out_w3: (e, I, H) of `dtype` to write; new tensors when None.
         reserved_sms: SMs left to other streams.
         config: the tiling.
-        heavy: give the tiles of experts with most rows programs of their own.
         add: add to what the results given hold.
 
     Returns:
@@ -297,5 +280,5 @@ def wgrad_up(
     grads = [grad for grad in (dw1, dw3) if grad is not None]
     if grads:
         a = dgu.view(2 * rows, intermediate) if len(grads) == 2 else dgu[0 if need_w1 else 1]
-        _launch(a, x_RH, grads, tiles, reserved_sms, config, heavy, add)
+        _launch(a, x_RH, grads, tiles, reserved_sms, config, add)
     return dw1, dw3
