@@ -157,6 +157,11 @@ def deep_gemm(kernel: str, w: Work) -> Callable[[], Any] | None:
     if kernel == "dgrad2":
         dh = torch.empty_like(w.h[:rows])
         return lambda: dg.m_grouped_bf16_gemm_nn_contiguous(w.x[:rows], w.w2, dh, index)
+    if kernel == "dgrad1":
+        w13 = torch.cat((w.w1, w.w3), 1)
+        gu = torch.cat((w.dgu[0, :rows], w.dgu[1, :rows]), 1)
+        dx = torch.empty_like(w.x[:rows])
+        return lambda: dg.m_grouped_bf16_gemm_nn_contiguous(gu, w13, dx, index)
     return None
 
 
