@@ -62,9 +62,9 @@ def test_a_kernel_of_ours_is_taken_for_somebody_elses() -> None:
         ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", GEMM),
         ("triton_poi_fused_mul_silu_0", MEMORY),
         ("void at::native::index_elementwise_kernel<128, 4>(long)", MEMORY),
-        ("dispatch_specialized_kernel", BOTH),
+        ("_dispatch_gemm1_kernel", BOTH),
         ("_open_call_kernel", WAIT),
-        ("down_backward_fast_kernel", GEMM),
+        ("down_backward_specialized_kernel", GEMM),
     ],
 )
 def test_a_kernel_is_drawn_as_something_else(name: str, kind: str) -> None:

@@ -39,7 +39,8 @@ def prepare(call):
     return workspace, shape
 
 
-def plan(plan, ids, weights, *rest):
+def plan(plans, ids, weights, *rest):
+    (plan,) = plans
     plan.flat.copy_(plan_reference([ids], [weights], plan.shape).flat)
 
 
@@ -122,7 +123,7 @@ def main():
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         run_on_cpu(patch, Path(folder))
         for name, value in (
-            ("_prepare", prepare), ("_open", lambda *a, **k: None), ("build_plan", plan),
+            ("_prepare", prepare), ("_open", lambda *a, **k: None), ("build_plans", plan),
             ("publish", lambda *a, **k: None), ("beside", beside), ("now", lambda: None),
         ):  # fmt: skip
             patch.setattr(fp8_backend, name, value)

@@ -18,14 +18,14 @@ KINDS = {
 """What a kernel does, in words."""
 
 _OURS = (
-    (r"_dispatch_gemm1_kernel|dispatch_specialized_kernel", "dispatch + GEMM1", BOTH),
+    (r"_dispatch_gemm1_kernel", "dispatch + GEMM1", BOTH),
     (r"_combine_kernel", "combine", WIRE),
     (r"_expand(_fp8|_both)?_kernel", "expand", WIRE),
     (r"_open_call_kernel|_meet_tokens_kernel|_refuse_kernel", "meet", WAIT),
     (r"_publish_kernel", "publish", MEMORY),
     (r"_(histogram|prefix|layout|fill)_kernel", "plan", MEMORY),
     (r"_quantize_(rows|weights)_kernel", "quantize", MEMORY),
-    (r"down_backward(_fast|_specialized)?_kernel|(fp8|bf16)_down_backward", "dgrad2", GEMM),
+    (r"down_backward(_specialized)?_kernel|(fp8|bf16)_down_backward", "dgrad2", GEMM),
     (r"up_backward(_specialized)?_kernel", "dgrad1", GEMM),
     (r"down(_specialized)?_kernel", "GEMM2", GEMM),
     (r"up(_specialized)?_kernel|(fp8|bf16)_up", "GEMM1", GEMM),

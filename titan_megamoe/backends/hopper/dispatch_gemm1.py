@@ -179,7 +179,7 @@ def _gather_role(
 
 
 @gluon.jit
-def _dispatch_kernel(
+def _dispatch_gemm1_kernel(
     x_ptr,  # (T, H) bf16
     recv_ptr,  # (recv_rows, H) bf16
     sym_x_ptr,  # (T_max, H) bf16, this rank's published tokens
@@ -285,7 +285,7 @@ def dispatch_gemm1(
     programs = grid_size(x_TH.device, SPECIALIZED, reserved_sms)
     comm = min(comm_sms or MAX_COMM_PROGRAMS, MAX_COMM_PROGRAMS, programs // 2) if shape.world > 1 else 0
     columns = SPECIALIZED.block_n // 2
-    _dispatch_kernel[(programs,)](
+    _dispatch_gemm1_kernel[(programs,)](
         x_TH if x_TH.numel() else recv, recv, workspace.x, workspace.delta,
         matrix_descriptor(w1, columns, SPECIALIZED.block_k),
         matrix_descriptor(w3, columns, SPECIALIZED.block_k),
