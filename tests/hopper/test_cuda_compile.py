@@ -44,7 +44,9 @@ def test_kernel_spills_serialises_or_misses_the_tensor_cores(name, defines, wgmm
     assert (count(wgmma), count(r"WARPGROUP\.DEPBAR")) == waits, "a wait after every wgmma serialises them"
     assert count(r"\b(LDL|STL)\b") == 0, "registers are spilled"
     assert count(r"USETMAXREG") == 2, "setmaxnreg was ignored"
-    assert ("PAIRED" in defines) == (count(r"UTMALDG\.3D\.MULTICAST") > 0), "a pair loads everything twice"
+    paired = "PAIRED" in defines
+    assert count(r"MEMBAR\.ALL\.GPU") == 2 * paired, "more fences of all memory than at the start and the end"
+    assert paired == (count(r"UTMALDG\.3D\.MULTICAST") > 0), "a pair loads everything twice"
 
 
 def test_host_and_kernel_disagree_on_the_launch():

@@ -45,13 +45,15 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
         "}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
-// An arrival on the barrier at the same address in block `rank` of the cluster.
+// An arrival on the barrier at the same address in block `rank` of the cluster. It orders no plain stores between
+// the blocks (a release at cluster scope is a fence of all memory, in every stage): products that have been waited
+// for need none.
 DEVICE void barrier_arrive_at(u32 barrier, u32 rank) {
     asm volatile(
         "{\n"
         ".reg .b32 there;\n"
         "mapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
         "}" ::"r"(barrier), "r"(rank) : "memory");
 }
 
