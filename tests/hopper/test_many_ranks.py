@@ -19,7 +19,6 @@ import torch.distributed as dist
 from test_op import check
 
 from titan_megamoe import MegaMoEConfig, mega_moe
-from titan_megamoe.backends.hopper import tuning
 from titan_megamoe.bench.soak import accuracy
 from titan_megamoe.testing.problems import GRADIENT_NAMES, Problem, assemble, device_of, leaves, run_rank
 from titan_megamoe.testing.soak import Soak, part, repeat
@@ -77,11 +76,6 @@ def test_op_is_wrong_between_many_ranks(rank_pool, backend, precision, device, w
         check(assemble(results), problem, config)
 
 
-def _in_windows(rank: int, problem: Problem, config: MegaMoEConfig) -> dict:
-    with tuning.use(tuning.Tuning(multi_pass=True)):
-        return run_rank(rank, problem, config)
-
-
 @pytest.mark.parametrize(
     ("backend", "precision", "device", "world"), [w for w in WORLDS if w.values[1] == "bf16"]
 )
@@ -89,7 +83,7 @@ def test_a_hot_rank_in_several_passes_loses_a_token(rank_pool, backend, precisio
     problem = _problem("all to rank 0", world)
     bound = 64 * world * problem.top_k  # windows of 64 tokens, so two passes
     config = dataclasses.replace(_config(backend, precision, world), max_routed_rows=bound)
-    results = rank_pool(world, device).run(_in_windows, problem, config, timeout_s=TIMEOUT_S)
+    results = rank_pool(world, device).run(run_rank, problem, config, timeout_s=TIMEOUT_S)
     check(assemble(results), problem, config)
 
 
