@@ -7,7 +7,7 @@ link at the best rate; a perfect overlap would reach it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,9 @@ _ITERATIONS = 15
 
 @dataclass(frozen=True)
 class Ceilings:
-    """gemm_ms: best time of each grouped GEMM of a layer, by name; gemm_by: who reached it.
+    """gemm_ms: best time of each grouped GEMM of a layer in bf16, by name; gemm_by: who reached it.
 
+    fp8_ms: the same in blockwise fp8, for the GEMMs whose operands are fp8; empty where nobody measured it.
     link_gb_s: bytes per second and direction of a copy from a peer's memory, both ways at once; 0 for one
     GPU.
     """
@@ -30,19 +31,28 @@ class Ceilings:
     gemm_ms: dict[str, float]
     gemm_by: dict[str, str]
     link_gb_s: float
+    fp8_ms: dict[str, float] = field(default_factory=dict)
 
-    def gemm_sum(self, phase: str) -> float:
-        """ms of a phase's GEMMs alone."""
+    def gemm_sum(self, phase: str, precision: str = "bf16") -> float | None:
+        """ms of a phase's GEMMs alone; None where those of the precision were not measured."""
         names = ("gemm1", "gemm2") if phase == "forward" else ("dgrad2", "dgrad1", "wgrad2", "wgrad1")
-        return sum(self.gemm_ms[n] for n in names)
+        times = self.gemm_ms
+        if precision == "fp8" or (precision == "fp8_bwd" and phase == "backward"):
+            if not self.fp8_ms:
+                return None
+            times = self.gemm_ms | self.fp8_ms
+        return sum(times[n] for n in names)
 
-    def ideal_ms(self, phase: str, wire_bytes: float) -> float:
+    def ideal_ms(self, phase: str, wire_bytes: float, precision: str = "bf16") -> float | None:
         """ms below which a phase cannot go: its GEMMs, or its bytes in one direction over the link."""
+        gemms = self.gemm_sum(phase, precision)
         wire = wire_bytes / (self.link_gb_s * 1e6) if self.link_gb_s else 0.0
-        return max(self.gemm_sum(phase), wire)
+        return None if gemms is None else max(gemms, wire)
 
 
-def measure_ceilings(shape: LayerShape, tokens: int, ep: int, group: dist.ProcessGroup | None) -> Ceilings:
+def measure_ceilings(
+    shape: LayerShape, tokens: int, ep: int, group: dist.ProcessGroup | None, fp8: bool = False
+) -> Ceilings:
     """Time every grouped GEMM of a layer for balanced random counts, with each library that is here."""
     device = torch.device("cuda", torch.cuda.current_device())
     experts = shape.experts // ep
@@ -81,7 +91,8 @@ def measure_ceilings(shape: LayerShape, tokens: int, ep: int, group: dist.Proces
             ms = median(times[0])
             if name not in best or ms < best[name]:
                 best[name], by[name] = ms, library
-    return Ceilings(best, by, _link_gb_s(group) if group is not None else 0.0)
+    link = _link_gb_s(group) if group is not None else 0.0
+    return Ceilings(best, by, link, _fp8_ms(shape, total, experts, device) if fp8 else {})
 
 
 def _deep_gemm(
@@ -107,6 +118,33 @@ def _deep_gemm(
         "gemm1": lambda _: grouped(x[:rows], w_up, out_up, layout),
         "gemm2": lambda _: grouped(half[:rows], w_down, out_down, layout),
     }
+
+
+def _fp8_ms(shape: LayerShape, rows: int, experts: int, device: torch.device) -> dict[str, float]:
+    """ms of the four GEMMs of fp8 operands by deep_gemm, on equal groups of whole 128 rows; {} without it."""
+    try:
+        import deep_gemm
+    except ImportError:
+        return {}
+    per_expert = max(128, rows // experts // 128 * 128)
+    rows = per_expert * experts
+    layout = torch.arange(experts, device=device, dtype=torch.int32).repeat_interleave(per_expert)
+    h, i = shape.hidden, shape.intermediate
+
+    def fp8(*size: int) -> Tensor:
+        return torch.randn(*size, device=device).to(torch.float8_e4m3fn)
+
+    made = {}
+    for name, k, n in (("gemm1", h, 2 * i), ("gemm2", i, h), ("dgrad2", h, i), ("dgrad1", 2 * i, h)):
+        x = fp8(rows, k), torch.rand(-(-k // 128), rows, device=device).t()
+        w = fp8(experts, n, k), torch.rand(experts, -(-n // 128), -(-k // 128), device=device)
+        out = torch.empty(rows, n, dtype=torch.bfloat16, device=device)
+
+        def run(_: int, x: object = x, w: object = w, out: Tensor = out) -> None:
+            deep_gemm.m_grouped_fp8_gemm_nt_contiguous(x, w, out, layout)
+
+        made[name] = median(measure([run], iterations=_ITERATIONS, warmup=3, group=None)[0])
+    return made
 
 
 def _link_gb_s(group: dist.ProcessGroup) -> float:

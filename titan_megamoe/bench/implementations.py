@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_module
 
 from ..config import MegaMoEConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedError
 from ..op import mega_moe
+from ..workspace import workspace_bytes
 from .inputs import LayerInputs, LayerWeights
 from .shapes import LayerShape
 
@@ -41,7 +42,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Implementation:
-    """`label` as asked for; `impl`, `precision`, `num_sms`, `compile` as in a result record."""
+    """`label` as asked for; `impl`, `precision`, `num_sms`, `compile` as in a result record.
+
+    quantize: what an optimizer step costs beside forward and backward, since quantized weights are kept until
+    the next one; None where nothing is kept. workspace_bytes: symmetric memory of a rank, which PyTorch's
+    allocator does not count.
+    """
 
     label: str
     impl: str
@@ -50,6 +56,8 @@ class Implementation:
     differentiable: bool = True
     num_sms: int = 0
     compile: bool = False
+    quantize: Callable[[], object] | None = None
+    workspace_bytes: int = 0
 
 
 def build(label: str, setting: Setting) -> Implementation:
@@ -69,11 +77,14 @@ def build(label: str, setting: Setting) -> Implementation:
         case "mega_moe" | "all_to_all" | "reference":
             backend = "fused" if name == "mega_moe" else name
             config = replace(setting.config, backend=backend, precision=precision or "bf16")
-            return Implementation(label, name, config.precision, _ours(setting, config))
+            made = Implementation(label, name, config.precision, _ours(setting, config))
+            return _with_costs(made, setting) if name == "mega_moe" else made
         case "torchtitan":
             forward = _stock(setting, deepep=False, compiled=bool(compiled))
             return Implementation(label, name, "bf16", forward, compile=bool(compiled))
         case "deepep":
+            if setting.group is None:
+                raise UnsupportedError("DeepEP needs an expert-parallel group of at least 2 ranks.")
             forward = _stock(setting, deepep=True, compiled=bool(compiled), num_sms=num_sms or 24)
             return Implementation(label, name, "bf16", forward, num_sms=num_sms or 24, compile=bool(compiled))
         case "deep_gemm":
@@ -84,6 +95,25 @@ def build(label: str, setting: Setting) -> Implementation:
         f"implementation {label!r} is unknown; there are mega_moe, all_to_all, reference, torchtitan, deepep "
         f"and deep_gemm."
     )
+
+
+def _with_costs(made: Implementation, setting: Setting) -> Implementation:
+    """The fused backend's own costs beside its time."""
+    world = 1 if setting.group is None else setting.group.size()
+    size = workspace_bytes(
+        world=world, max_tokens_per_rank=setting.tokens, top_k=setting.shape.top_k,
+        hidden=setting.shape.hidden, precision=made.precision,
+    )  # fmt: skip
+    if made.precision == "bf16":
+        return replace(made, workspace_bytes=size)
+
+    def quantize() -> object:
+        from ..backends.hopper.fp8_quantize import quantize_weights
+
+        w1, w3, w2 = (w.detach() for w in setting.weights.all())
+        return quantize_weights([w1, w3]), quantize_weights([w2])
+
+    return replace(made, workspace_bytes=size, quantize=quantize)
 
 
 def _ours(setting: Setting, config: MegaMoEConfig) -> Callable[[LayerInputs], Tensor]:

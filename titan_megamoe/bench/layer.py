@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from . import records
 from .ceilings import Ceilings, measure_ceilings
 from .implementations import Implementation, Setting, build
 from .inputs import LayerInputs, LayerWeights, make_inputs, make_weights
-from .shapes import ROUTINGS, SHAPES, LayerShape
+from .shapes import ROUTINGS, SHAPES
 from .spot_check import spot_check
 from .timing import measure, median
 
@@ -32,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ep", type=int, default=0, help="ranks of the expert-parallel group; 0: all GPUs")
     parser.add_argument(
         "--impls",
-        default="mega_moe,all_to_all,torchtitan+compile,deepep+compile:24,deepep+compile:48,deep_gemm",
+        default="mega_moe,mega_moe@fp8,mega_moe@fp8_bwd,all_to_all,torchtitan+compile,"
+        "deepep+compile:24,deepep+compile:48,deep_gemm",
         help="comma-separated; see titan_megamoe/bench/implementations.py",
     )
     parser.add_argument("--routing", choices=ROUTINGS, action="append")
@@ -61,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
         shape = SHAPES[model]
         weights = make_weights(shape, rank, world, torch.device("cuda", torch.cuda.current_device()))
         for tokens in args.tokens or [16384]:
-            ceilings = None if args.no_ceilings else measure_ceilings(shape, tokens, world, group)
+            fp8 = any("fp8" in label or label == "deep_gemm" for label in args.impls.split(","))
+            ceilings = None if args.no_ceilings else measure_ceilings(shape, tokens, world, group, fp8)
             for routing in args.routing or ["uniform"]:
                 sets = [
                     make_inputs(shape, tokens, rank, world, routing, n, weights.w1.device)
@@ -85,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
                                 records.write(
                                     args.out, [*made, *({**shared, **r, **environment} for r in rows)]
                                 )
-                        except (MegaMoEError, ImportError) as error:
+                        except (MegaMoEError, ImportError, torch.OutOfMemoryError) as error:
                             failed += 1
                             console.print(f"[yellow]{label}: not measured: {error}")
                         progress.remove_task(task)
@@ -106,7 +109,7 @@ def _measure(
     routing: str,
     ceilings: Ceilings | None,
 ) -> list[dict[str, Any]]:
-    """Records of one implementation: forward, and backward where it has one."""
+    """Records of one implementation: forward, backward and quantization of weights, where it has them."""
     implementation = build(label, setting)
     torch.cuda.synchronize()
     base = torch.cuda.memory_allocated()
@@ -129,7 +132,13 @@ def _measure(
     peak = torch.cuda.max_memory_allocated() - base
     errors = {} if args.no_check else _check(implementation, setting, sets, routing)
     made = []
-    for phase, values in zip(("forward", "backward"), times, strict=False):
+    named = dict(zip(("forward", "backward"), times, strict=False))
+    if implementation.quantize is not None:
+        named["weight_quant"] = measure(
+            [_call(implementation.quantize)], iterations=args.iterations, warmup=args.warmup,
+            group=setting.group,
+        )[0]  # fmt: skip
+    for phase, values in named.items():
         record: dict[str, Any] = {
             "kind": "layer",
             "source": "measured",
@@ -143,12 +152,21 @@ def _measure(
             "ms_median": round(median(values), 4),
             "ms_min": round(min(values), 4),
             "n": len(values),
-            "peak_bytes": peak,
-            "error": max((e for n, e in errors.items() if (n == "y") == (phase == "forward")), default=None),
         }
-        record |= _rates(setting.shape, sets[0], setting, phase, record["ms_median"], ceilings)
+        if phase != "weight_quant":
+            record["peak_bytes"] = peak
+            if implementation.workspace_bytes:
+                record["workspace_bytes"] = implementation.workspace_bytes
+            record["error"] = max(
+                (e for n, e in errors.items() if (n == "y") == (phase == "forward")), default=None
+            )
+            record |= _rates(sets[0], setting, implementation, phase, record["ms_median"], ceilings)
         made.append(record)
     return made
+
+
+def _call(function: Callable[[], object]) -> Callable[[int], object]:
+    return lambda _: function()
 
 
 def _gradients(y: Tensor, inputs: LayerInputs, weights: LayerWeights) -> tuple[Tensor, ...]:
@@ -178,15 +196,26 @@ def _check(
     return dict(zip(errors, worst.tolist(), strict=True))
 
 
+def _crossing(implementation: Implementation, phase: str, hidden: int) -> float:
+    """Bytes that cross NVLink there and back for a token with remote experts: once each way, bf16.
+
+    Ours in fp8: forward, e4m3 and scales there; backward, dy and x there in bf16.
+    """
+    if (implementation.impl, implementation.precision) == ("mega_moe", "fp8"):
+        return hidden * (1 + 4 / 128 + 2) if phase == "forward" else 6 * hidden
+    return 4 * hidden
+
+
 def _rates(
-    shape: LayerShape,
     inputs: LayerInputs,
     setting: Setting,
+    implementation: Implementation,
     phase: str,
     ms: float,
     ceilings: Ceilings | None,
 ) -> dict[str, Any]:
     """TFLOP/s and GB/s over the link that `ms` amounts to, and how near the ideal it is."""
+    shape = setting.shape
     ep = 1 if setting.group is None else setting.group.size()
     rank = 0 if setting.group is None else setting.group.rank()
     owners = inputs.ids // (shape.experts // ep)
@@ -195,19 +224,20 @@ def _rates(
     if setting.group is not None:
         dist.all_reduce(rows, group=setting.group)
     flops = shape.gemm_flops_per_row * int(rows.max()) * (1 if phase == "forward" else 2)
-    wire = 2 * remote * shape.hidden * 2  # once there, once back, bf16
     rates: dict[str, Any] = {"tflops": round(flops / ms / 1e9, 1)}
     if ep > 1:
-        rates["nvlink_gb_s"] = round(wire / ms / 1e6, 1)
-    if ceilings is not None:
-        ideal = ceilings.ideal_ms(phase, wire / 2)
+        rates["nvlink_gb_s"] = round(remote * _crossing(implementation, phase, shape.hidden) / ms / 1e6, 1)
+    one_way = remote * shape.hidden * 2
+    ideal = None if ceilings is None else ceilings.ideal_ms(phase, one_way, implementation.precision)
+    if ideal is not None:
         rates |= {"ideal_ms": round(ideal, 4), "overlap_efficiency": round(ideal / ms, 4)}
     return rates
 
 
 def _table(title: str, rows: list[dict[str, Any]], ceilings: Ceilings | None) -> Table:
     table = Table(title=title)
-    for name in ("implementation", "phase", "ms", "min", "TFLOP/s", "of ideal", "peak GiB", "error"):
+    names = ["implementation", "phase", "ms", "min", "TFLOP/s", "of ideal", "peak GiB", "shared GiB", "error"]
+    for name in names:
         table.add_column(name, justify="left" if name in ("implementation", "phase") else "right")
     for r in rows:
         label = f"{r['impl']} {r['precision']}"
@@ -218,12 +248,16 @@ def _table(title: str, rows: list[dict[str, Any]], ceilings: Ceilings | None) ->
             r["phase"],
             f"{r['ms_median']:.3f}",
             f"{r['ms_min']:.3f}",
-            f"{r['tflops']:.0f}",
+            f"{r['tflops']:.0f}" if "tflops" in r else "",
             f"{r['overlap_efficiency']:.0%}" if "overlap_efficiency" in r else "",
-            f"{r['peak_bytes'] / 2**30:.2f}",
-            "" if r["error"] is None else f"{r['error']:.1e}",
+            f"{r['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in r else "",
+            f"{r['workspace_bytes'] / 2**30:.2f}" if "workspace_bytes" in r else "",
+            f"{r['error']:.1e}" if r.get("error") is not None else "",
         )
     if ceilings is not None:
         parts = ", ".join(f"{n} {ms:.3f} ({ceilings.gemm_by[n]})" for n, ms in ceilings.gemm_ms.items())
         table.caption = f"ideal: GEMMs alone, ms: {parts}; link {ceilings.link_gb_s:.0f} GB/s each way"
+        if ceilings.fp8_ms:
+            in_fp8 = ", ".join(f"{n} {ms:.3f}" for n, ms in ceilings.fp8_ms.items())
+            table.caption += f"; in fp8: {in_fp8} (deep_gemm)"
     return table

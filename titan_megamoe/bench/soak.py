@@ -71,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--intermediate", type=int, default=768)
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--top-k", type=int, default=4)
+    parser.add_argument("--max-routed-rows", type=int, default=0, help="less than all: several passes")
     parser.add_argument("--delay-ms", type=float, default=0.5, help="longest wait of a rank before a call")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for --check-every steps")
     parser.add_argument("--seed", type=int, default=0)
@@ -126,7 +127,7 @@ def _soak(args: argparse.Namespace) -> Soak:
     return Soak(
         ranks=args.ranks, precision=args.precision, backend=args.backend, tokens=args.tokens,
         hidden=args.hidden, intermediate=args.intermediate, experts=args.experts, top_k=args.top_k,
-        seed=args.seed, delay_ms=args.delay_ms,
+        seed=args.seed, delay_ms=args.delay_ms, max_routed_rows=args.max_routed_rows,
     )  # fmt: skip
 
 
@@ -214,6 +215,7 @@ def to_record(
         "experts": soak.experts,
         "top_k": soak.top_k,
         "tokens": soak.tokens,
+        "max_routed_rows": soak.config.max_routed_rows,
         "ep": soak.ranks,
         "gpus": min(gpus, soak.ranks),
         "seed": soak.seed,

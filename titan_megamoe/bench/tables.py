@@ -87,6 +87,7 @@ def layer_table(rows: list[dict[str, Any]]) -> str:
             case.setdefault(name_of(r), {})[r["phase"]] = r
     for (model, tokens, routing), labels in cases.items():
         table = []
+        quantized = any("weight_quant" in phases for phases in labels.values())
         for label, phases in labels.items():
             forward, backward = phases.get("forward"), phases.get("backward")
             table.append([label, *(f"{p['ms_median']:.2f}" if p else "none" for p in (forward, backward))])
@@ -94,8 +95,12 @@ def layer_table(rows: list[dict[str, Any]]) -> str:
                 f"{p['overlap_efficiency']:.0%}" if p and "overlap_efficiency" in p else ""
                 for p in (forward, backward)
             ]
+            if quantized:
+                weights = phases.get("weight_quant")
+                table[-1].append(f"{weights['ms_median']:.2f}" if weights else "")
         first = next(iter(next(iter(labels.values())).values()))
         note = f"{model}, T={tokens} per rank, EP={first['ep']}, {routing} routing; {provenance(first)}"
         header = ["implementation", "forward, ms", "backward, ms", "forward of ideal", "backward of ideal"]
+        header += ["weights to fp8 once a step, ms"] if quantized else []
         parts.append(markdown(header, table, note))
     return "\n\n".join(parts)

@@ -43,6 +43,7 @@ class Soak:
     seed: int = 0
     delay_ms: float = 0.5
     timeout_s: float = 60.0
+    max_routed_rows: int = 0  # 0: enough for all slots of all ranks on one
 
     @property
     def config(self) -> MegaMoEConfig:
@@ -50,7 +51,7 @@ class Soak:
             backend=self.backend,
             precision=self.precision,
             max_tokens_per_rank=self.tokens,
-            max_routed_rows=self.ranks * self.tokens * self.top_k,  # all slots of all ranks may go to one
+            max_routed_rows=self.max_routed_rows or self.ranks * self.tokens * self.top_k,
             timeout_s=self.timeout_s,
         )
 
