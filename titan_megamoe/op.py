@@ -1,8 +1,9 @@
 """`mega_moe`: the public op, and the two custom ops behind it.
 
     mega_moe ── check arguments ── choose backend ─┬─ CompositeBackend.apply        (autograd's own backward)
-                                                  └─ titan_megamoe::forward  ── ExplicitBackend.forward
-                                                     titan_megamoe::backward ── ExplicitBackend.backward
+                                                  ├─ titan_megamoe::forward  ── ExplicitBackend.forward
+                                                  │  titan_megamoe::backward ── ExplicitBackend.backward
+                                                  └─ run_staged (staged.py)  ── StagedBackend, in eager mode
 
 No numerics live here: this file gives the backends their seat under autograd, activation checkpointing,
 torch.compile and FSDP2. Both custom ops are registered as having side effects, because peers wait for them:
@@ -19,12 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.fx.node import has_side_effect
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from .backends import get_backend, resolve_backend
-from .backends.base import Backend, CompositeBackend, ExplicitBackend, MoECall, Needs
+from .backends.base import Backend, CompositeBackend, ExplicitBackend, MoECall, Needs, StagedBackend
 from .config import MegaMoEConfig
 from .errors import ConfigError, MegaMoEError
 from .group import group_from_name, group_name, group_size
+from .staged import run_staged
 from .validate import check_arguments, check_ids
 
 DEFAULT_CONFIG = MegaMoEConfig()
@@ -82,9 +85,12 @@ def mega_moe(
     needs = _needs(x, topk_weights, w1, w3, w2)
     if composite:
         return _apply_composite(x, topk_ids, topk_weights, w1, w3, w2, name, config.text, needs.bits)
-    y = torch.ops.titan_megamoe.forward(x, topk_ids, topk_weights, w1, w3, w2, name, config.text, needs.bits)[
-        0
-    ]
+    tensors = (x, topk_ids, topk_weights, w1, w3, w2)
+    staged = _staged(tensors, name, config.text)
+    if staged is not None:
+        y = run_staged(staged, _call(*tensors, name, config.text, needs.bits))
+    else:
+        y = torch.ops.titan_megamoe.forward(*tensors, name, config.text, needs.bits)[0]
     if config.debug and y.is_cuda and not torch.compiler.is_compiling():
         torch.cuda.synchronize(y.device)
     return y
@@ -100,6 +106,18 @@ def _needs(x: Tensor, topk_weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) 
 def _is_composite(device_type: str, group: str, config: str) -> bool:
     """Whether autograd's own backward is used. Resolves the backend; raises if it cannot run."""
     return isinstance(_backend(device_type, group, config), CompositeBackend)
+
+
+def _staged(tensors: tuple[Tensor, ...], group: str, config: str) -> StagedBackend | None:
+    """The backend whose stages run the call, or None where the custom op does: while something (tracing,
+    selective checkpointing, a tensor subclass) has to see an op.
+    """
+    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+        return None
+    if any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors):
+        return None
+    backend = _backend(tensors[0].device.type, group, config)
+    return backend if isinstance(backend, StagedBackend) else None
 
 
 def _backend(device_type: str, group: str, config: str) -> Backend:

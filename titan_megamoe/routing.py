@@ -14,6 +14,7 @@ of this rank (bound R_max), P pool rows (see backends/hopper/tiles.py).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -96,6 +97,15 @@ class PlanShape:
         return sum(-(-n // _ALIGN) * _ALIGN for n in self.tables().values())
 
 
+@functools.lru_cache(maxsize=256)
+def _layout(shape: PlanShape) -> tuple[list[str], list[int]]:
+    """Names of the tables, and lengths in words of each and of the gap behind it, in turn."""
+    lengths = []
+    for length in shape.tables().values():
+        lengths += [length, -length % _ALIGN]
+    return list(shape.tables()), lengths
+
+
 @dataclass(frozen=True)
 class RoutingPlan:
     """All tables, int32 unless said otherwise, as views of one flat tensor (`flat`, saved for backward).
@@ -140,10 +150,9 @@ class RoutingPlan:
     @staticmethod
     def over(flat: Tensor, shape: PlanShape) -> RoutingPlan:
         """The plan whose tables lie in `flat` (words,) int32."""
-        views, start = {}, 0
-        for name, length in shape.tables().items():
-            views[name] = flat[start : start + length]
-            start += -(-length // _ALIGN) * _ALIGN
+        names, lengths = _layout(shape)
+        parts = flat.split_with_sizes(lengths)  # one call: a slice for each costs the host far more
+        views = dict(zip(names, parts[::2], strict=True))
         views["row_weight"] = views["row_weight"].view(torch.float32)
         return RoutingPlan(shape=shape, flat=flat, **views)
 

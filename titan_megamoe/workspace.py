@@ -21,6 +21,7 @@ and x and partial do not exist. NVLink multicast is not used.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +31,7 @@ from torch import Tensor
 from .agreement import CallHeader, Phase, agree
 from .backends.hopper.layout import COMBINE_TOKENS, MAIL_WORDS, PROGRESS_AT, STATE_WORDS
 from .backends.hopper.status import WORDS, error_from
-from .errors import BoundError, UnsupportedError
+from .errors import BoundError, ConfigError, UnsupportedError
 from .group import PerGroup, group_rank, group_size
 
 logger = logging.getLogger("titan_megamoe")
@@ -137,6 +138,7 @@ class Workspace:
         self.progress = self.state[PROGRESS_AT:]
         self._last_stream: torch.cuda.Stream | None = None
         self._last_call = torch.cuda.Event()
+        self._close: Callable[[], None] | None = None
         self.report = torch.zeros(WORDS, dtype=torch.int32, pin_memory=True)
         # Zeroed memory must be in place on every rank before a peer announces its first call.
         torch.cuda.synchronize(device)
@@ -148,12 +150,30 @@ class Workspace:
         )  # fmt: skip
 
     def enter(self) -> None:
-        """Order the current stream after the last call's, if that ran on another one."""
-        if torch.cuda.is_current_stream_capturing():
-            return  # a graph's replays are ordered by who replays them
-        stream = torch.cuda.current_stream(self.memory.device)
-        if self._last_stream is not None and self._last_stream != stream:
-            stream.wait_event(self._last_call)
+        """Order the current stream after the last call's, if that ran on another one, and close that call if
+        it was suspended and never resumed.
+        """
+        if not torch.cuda.is_current_stream_capturing():  # a graph's replays are ordered by who replays them
+            stream = torch.cuda.current_stream(self.memory.device)
+            if self._last_stream is not None and self._last_stream != stream:
+                stream.wait_event(self._last_call)
+        close, self._close = self._close, None
+        if close is not None:
+            close()
+
+    def suspend(self, close: Callable[[], None]) -> None:
+        """Leave a call in its middle; `close` ends it on the current stream unless `resume` comes next."""
+        self.leave()
+        self._close = close
+
+    def resume(self, close: Callable[[], None]) -> None:
+        """Go on with the call that was suspended with `close`. Raises ConfigError after any other call."""
+        if self._close is not close:
+            raise ConfigError(
+                "a suspended mega_moe call was resumed after another call on its group; finish it first."
+            )
+        self._close = None
+        self.enter()
 
     def leave(self) -> None:
         """Mark the end of a call on the current stream."""

@@ -16,7 +16,7 @@ from titan_megamoe.backends.hopper.combine import combine
 from titan_megamoe.backends.hopper.dispatch_gemm1 import dispatch_gemm1
 from titan_megamoe.backends.hopper.expand import expand
 from titan_megamoe.backends.hopper.gemm_common import SPECIALIZED
-from titan_megamoe.backends.hopper.symmetric import meet_tokens
+from titan_megamoe.backends.hopper.symmetric import TOKENS, meet
 from titan_megamoe.routing import PlanShape, RoutingPlan
 
 BF16 = torch.bfloat16
@@ -48,8 +48,9 @@ def calls(hidden: int, intermediate: int):
         "combine_pass": lambda: combine(*close, rows=rows, out=x, pass_index=1, passes=2),
         "expand": lambda: expand(plan, x, x, workspace.delta, **peers),
         "expand_keeping": lambda: expand(plan, x, x, workspace.delta, keep=x, **peers),
-        "meet_tokens": lambda: meet_tokens(
-            words[0], workspace.delta, words[0], words[0], world=2, rank=0, signature=1, timeout_s=5.0
+        "meet": lambda: meet(
+            words[0], workspace.delta, words[0], words[0], world=2, rank=0, signature=1, timeout_s=5.0,
+            point=TOKENS,
         ),
     }  # fmt: skip
 
@@ -64,5 +65,5 @@ def test_kernel_spills_registers_or_misses_the_tensor_cores(name, hidden, interm
         assert kernel.wgmma > 0, f"{kernel.name} has no wgmma"
         assert kernel.asm["ptx"].count("cp.async.cg.shared.global") == 32, "rows are not gathered by 16 bytes"
         assert SPECIALIZED.warps * 32 * kernel.registers <= 65536
-    elif name != "meet_tokens":
+    elif name != "meet":
         assert kernel.registers * 128 <= SIDE_REGISTERS, "it does not fit beside a plain GEMM"

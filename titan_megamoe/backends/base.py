@@ -11,6 +11,7 @@ R routed rows computed on this rank, H hidden, I intermediate, W ranks of the ex
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -141,6 +142,29 @@ class ExplicitBackend(Backend):
     @abstractmethod
     def fake_saved(self, call: MoECall) -> list[Tensor]:
         """Tensors shaped like `saved`, for tracing: only shapes, dtypes and devices count."""
+
+
+class Begun(NamedTuple):
+    """A forward whose first stage has run: what its backward needs, and the second stage, which gives y."""
+
+    saved: list[Tensor]
+    finish: Callable[[], Tensor]
+
+
+class StagedBackend(ExplicitBackend):
+    """A forward in two stages. A recomputation under activation checkpointing needs only the first: it makes
+    all that the backward reads, so the second, with y, is left out.
+    """
+
+    @abstractmethod
+    def begin(self, call: MoECall) -> Begun:
+        """The first stage. `finish` may be called once, before any other call on this group, or never, then
+        on no rank.
+        """
+
+    def forward(self, call: MoECall) -> tuple[Tensor, list[Tensor]]:
+        saved, finish = self.begin(call)
+        return finish(), saved
 
 
 class CompositeBackend(Backend):

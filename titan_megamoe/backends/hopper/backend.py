@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import os
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from ...agreement import Phase, announce_refusal
 from ...config import MegaMoEConfig
 from ...routing import PlanShape, RoutingPlan
 from ...workspace import Workspace, existing_workspace, get_workspace
-from ..base import ExplicitBackend, Gradients, MoECall
+from ..base import Begun, Gradients, MoECall, StagedBackend
 from .combine import combine
 from .dispatch_gemm1 import dispatch_gemm1
 from .expand import expand
@@ -35,14 +36,14 @@ from .gemms import gemm_down, gemm_down_backward, gemm_up, gemm_up_backward, wgr
 from .passes import number_of_passes, plans_over, received, recv_rows
 from .plan_kernels import build_plans
 from .side import beside, now
-from .symmetric import meet_tokens, open_call, publish
+from .symmetric import READ, TOKENS, meet, open_call, publish
 
 EXPAND_FROM: int | None = None
 """H · I from which GEMM1 over dense rows gains more than the expansion costs. None: from nowhere, as long as
 the dense GEMM is not faster than the gathering one."""
 
 
-class FusedBackend(ExplicitBackend):
+class FusedBackend(StagedBackend):
     """Hopper GPUs of one NVLink domain.
 
     Attributes:
@@ -88,7 +89,7 @@ class FusedBackend(ExplicitBackend):
         else:  # the first call: the peers are about to size the workspace together
             announce_refusal(group, device, reason, timeout_s)
 
-    def forward(self, call: MoECall) -> tuple[Tensor, list[Tensor]]:
+    def begin(self, call: MoECall) -> Begun:
         # All that can fail on the host comes before the peers are met.
         check_dims(call.hidden, call.intermediate)
         w1, w3, w2 = _operands(call)
@@ -120,11 +121,19 @@ class FusedBackend(ExplicitBackend):
         )  # fmt: skip
         if entered is not None:
             published.wait()
-            meet_tokens(
-                workspace.mail, workspace.delta, workspace.state, workspace.report, world=shape.world,
-                rank=shape.rank, signature=signature, timeout_s=config.timeout_s,
+            _meet(workspace, shape, signature, config, TOKENS)
+
+        def down(index: int) -> None:
+            plan = plans[index]
+            gemm_down(h, w2, plan.tiles, out=rows, reserved_sms=reserved)
+            combine(
+                plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=y,
+                pass_index=index, passes=passes,
             )  # fmt: skip
+
         for index, plan in enumerate(plans):
+            if index:
+                down(index - 1)
             here: dict[str, Any] = dict(pass_index=index, passes=passes)
             arrived = received(recv, shape, index)
             kept = None if index else gate_up  # later passes compute gate and up again
@@ -143,14 +152,15 @@ class FusedBackend(ExplicitBackend):
                     plan, workspace, x, w1, w3, recv=arrived, out_h=h, out_gu=kept, reserved_sms=reserved,
                     comm_sms=config.comm_sms,
                 )  # fmt: skip
-            gemm_down(h, w2, plan.tiles, out=rows, reserved_sms=reserved)
-            combine(
-                plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=y, **here
-            )  # fmt: skip
-        workspace.leave()
-        if gate_up is None:
-            return y, []
-        return y, [flat, gate_up, recv if _keeps_recv(call, passes) else recv.new_empty(0)]
+
+        def finish() -> Tensor:
+            down(passes - 1)
+            return y
+
+        saved = [] if gate_up is None else [
+            flat, gate_up, recv if _keeps_recv(call, passes) else recv.new_empty(0)
+        ]  # fmt: skip
+        return Begun(saved, _resumable(workspace, shape, signature, config, finish))
 
     def backward(self, call: MoECall, saved: list[Tensor], dy: Tensor) -> Gradients:
         w1, w3, w2 = _operands(call)
@@ -245,6 +255,36 @@ class FusedBackend(ExplicitBackend):
             x.new_empty(2, pool, call.intermediate),
             x.new_empty(recv, call.hidden) if _keeps_recv(call, passes) else x.new_empty(0),
         ]
+
+
+def _meet(workspace: Workspace, shape: PlanShape, signature: int, config: MegaMoEConfig, point: int) -> None:
+    if shape.world > 1:
+        meet(
+            workspace.mail, workspace.delta, workspace.state, workspace.report, world=shape.world,
+            rank=shape.rank, signature=signature, timeout_s=config.timeout_s, point=point,
+        )  # fmt: skip
+
+
+def _resumable(
+    workspace: Workspace,
+    shape: PlanShape,
+    signature: int,
+    config: MegaMoEConfig,
+    finish: Callable[[], Tensor],
+) -> Callable[[], Tensor]:
+    """Suspend the call that is open. What is returned goes on with it; if another call comes first, the ranks
+    meet behind their last read instead.
+    """
+    close = functools.partial(_meet, workspace, shape, signature, config, READ)
+    workspace.suspend(close)
+
+    def resumed() -> Tensor:
+        workspace.resume(close)
+        y = finish()
+        workspace.leave()
+        return y
+
+    return resumed
 
 
 def _keeps_recv(call: MoECall, passes: int) -> bool:

@@ -23,8 +23,8 @@ from ...agreement import Phase
 from ...config import MegaMoEConfig
 from ...routing import RoutingPlan
 from ...workspace import Workspace
-from ..base import Gradients, MoECall
-from .backend import FusedBackend, _activation, _open, _prepare, _signature
+from ..base import Begun, Gradients, MoECall
+from .backend import FusedBackend, _activation, _open, _prepare, _resumable, _signature
 from .combine import combine
 from .expand import expand
 from .fp8_expand import expand_both, expand_fp8
@@ -56,11 +56,11 @@ class Fp8FusedBackend(FusedBackend):
         like_bf16 = dataclasses.replace(config, precision="bf16")
         return super().unavailable(device, group, like_bf16) or why_no_kernels()
 
-    def forward(self, call: MoECall) -> tuple[Tensor, list[Tensor]]:
+    def begin(self, call: MoECall) -> Begun:
         if call.config.precision != "bf16":
             check_fp8_dims(call.hidden, call.intermediate)
         if call.config.precision != "fp8":
-            return super().forward(call)
+            return super().begin(call)
         save = any(call.needs)
         workspace, shape = _prepare(call)
         config = call.config
@@ -82,16 +82,15 @@ class Fp8FusedBackend(FusedBackend):
             _dispatch(plan, local, workspace), w13, plan.row_weight, plan.tiles, save=save,
             reserved_sms=config.reserved_sms,
         )  # fmt: skip
-        rows = gemm_plain_fp8(h, w2.data, w2.scale, plan.tiles, reserved_sms=config.reserved_sms)
-        y = torch.empty_like(call.x)
-        combine(
-            plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=y,
-        )  # fmt: skip
-        workspace.leave()
-        if not save:
-            return y, []
-        assert gate_up is not None
-        return y, [plan.flat, gate_up, call.x.new_empty(0)]
+
+        def finish() -> Tensor:
+            rows = gemm_plain_fp8(h, w2.data, w2.scale, plan.tiles, reserved_sms=config.reserved_sms)
+            y = torch.empty_like(call.x)
+            combine(plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=y)
+            return y
+
+        saved = [] if gate_up is None else [plan.flat, gate_up, call.x.new_empty(0)]
+        return Begun(saved, _resumable(workspace, shape, signature, config, finish))
 
     def backward(self, call: MoECall, saved: list[Tensor], dy: Tensor) -> Gradients:
         if call.config.precision == "bf16":

@@ -24,11 +24,13 @@ BAD_ID = 6
 ROUTED_ROWS = 7
 OTHER_FORWARD = 8
 TIMEOUT_TOKENS = 9
+TIMEOUT_READ = 10
 
 _AWAITED = {
     TIMEOUT_OPEN: "to start the call",
     TIMEOUT_COMBINE: "to send its partial sums",
     TIMEOUT_TOKENS: "to publish its tokens",
+    TIMEOUT_READ: "to end its recomputation of the call, which this rank has left without a result",
 }
 
 GENERATION_BITS = 20

@@ -3,8 +3,9 @@
 publish     copies ids, weights and tokens into the symmetric buffer.
 open_call   one block. Takes the next call number, writes (signature, T, forward's number) into each
             peer's mailbox, then releases the mailbox's flag (scope sys), then waits for every peer's.
-meet_tokens one block, only when tokens are published beside the plan: tells each peer that they are there,
-            and waits for theirs, in the same way.
+meet        one block. Inside a call, tells each peer that this rank is at a point, and waits for them there,
+            in the same way: at TOKENS, where tokens are published beside the plan; at READ, where a call is
+            left without its combine (a recomputation): nothing that a peer still reads is overwritten.
 refuse      one block. Tells the peers that this rank's call will not come.
 
 A call number is generation · 2^20 + running number. Every rank counts its own calls on the device, so a
@@ -13,11 +14,12 @@ flags are then never equal to what is waited for, and the ranks meet again witho
 
 No deadlock: the announcement precedes the wait, and every wait ends at the peer's flag, at a flag ahead
 of ours, at a peer's notice that it gave up, or at the timeout. Nobody overwrites what a peer still
-reads: a rank leaves a call only with every peer's partial sums (combine.py), which the peer sends after
-its last read from us.
+reads: a rank leaves a call only with every peer's partial sums (combine.py), or past READ, which the peer
+sends after its last read from us.
 
 Mailbox of a rank: (W, MAIL_WORDS) int32, row r written by rank r:
-    flag, signature, T, forward's call number, generation before which rank r has given up, flag of the tokens
+    flag, signature, T, forward's call number, generation before which rank r has given up, flag of TOKENS,
+    flag of READ
 State of a rank (device memory, int32): call number, given up?, next generation at least; from PROGRESS_AT on,
 the progress words of the communication blocks.
 """
@@ -175,10 +177,10 @@ def _open_call_kernel(
 
 
 @triton.jit
-def _meet_tokens_kernel(
+def _meet_kernel(
     mail_ptr, delta_ptr, state_ptr, report_ptr, signature, timeout_ns, WORLD: tl.constexpr,
-    WORLD_P: tl.constexpr, RANK: tl.constexpr, TIMEOUT: tl.constexpr, AHEAD: tl.constexpr,
-    GAVE_UP: tl.constexpr,
+    WORLD_P: tl.constexpr, RANK: tl.constexpr, POINT: tl.constexpr, TIMEOUT: tl.constexpr,
+    AHEAD: tl.constexpr, GAVE_UP: tl.constexpr,
 ):  # fmt: skip
     call = tl.load(state_ptr)
     generation = call >> _GENERATION_BITS
@@ -188,7 +190,7 @@ def _meet_tokens_kernel(
         start = tl.load(delta_ptr + rank, mask=peers, other=0) // 4
         fill = tl.zeros([WORLD_P], tl.int32)
         tl.atomic_xchg(
-            mail_ptr + start + RANK * _MAIL + 5, fill + call, mask=peers, sem="release", scope="sys"
+            mail_ptr + start + RANK * _MAIL + POINT, fill + call, mask=peers, sem="release", scope="sys"
         )
         mine = mail_ptr + rank * _MAIL
         begin = globaltimer()
@@ -197,7 +199,7 @@ def _meet_tokens_kernel(
         seen = fill
         code = 0
         while waiting:
-            seen = tl.atomic_add(mine + 5, fill, mask=peers, sem="acquire", scope="sys")
+            seen = tl.atomic_add(mine + POINT, fill, mask=peers, sem="acquire", scope="sys")
             seen = tl.where(peers, seen, call)
             gave_up = tl.load(mine + 4, mask=peers, other=0, volatile=True) > generation
             ahead = seen > call
@@ -282,7 +284,12 @@ def open_call(
     )  # fmt: skip
 
 
-def meet_tokens(
+TOKENS, READ = 5, 6
+"""Points of `meet`: the words of the mailbox that hold their flags."""
+_TIMEOUTS = {TOKENS: status.TIMEOUT_TOKENS, READ: status.TIMEOUT_READ}
+
+
+def meet(
     mail: Tensor,
     delta: Tensor,
     state: Tensor,
@@ -292,14 +299,15 @@ def meet_tokens(
     rank: int,
     signature: int,
     timeout_s: float,
+    point: int,
 ) -> None:
-    """Tell the peers that this rank's tokens are published, and wait for theirs; after `open_call`.
+    """Tell the peers that this rank is at `point` of the call that is open, and wait for them there.
 
     A call that was given up before is left alone: its peers gave up as well, or meet the end of their wait.
     """
-    _meet_tokens_kernel[(1,)](
+    _meet_kernel[(1,)](
         mail, delta, state, report, signature, int(min(timeout_s, 1e9) * 1e9), WORLD=world,
-        WORLD_P=max(triton.next_power_of_2(world), 2), RANK=rank, TIMEOUT=status.TIMEOUT_TOKENS,
+        WORLD_P=max(triton.next_power_of_2(world), 2), RANK=rank, POINT=point, TIMEOUT=_TIMEOUTS[point],
         AHEAD=status.PEER_AHEAD, GAVE_UP=status.PEER_GAVE_UP, num_warps=1,
     )  # fmt: skip
 
