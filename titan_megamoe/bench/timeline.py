@@ -21,7 +21,7 @@ _OURS = (
     (r"_dispatch_gemm1_kernel", "dispatch + GEMM1", BOTH),
     (r"_combine_kernel", "combine", WIRE),
     (r"_expand(_fp8|_both)?_kernel", "expand", WIRE),
-    (r"_open_call_kernel|_meet_tokens_kernel|_refuse_kernel", "meet", WAIT),
+    (r"_open_call_kernel|_meet_kernel|_refuse_kernel", "meet", WAIT),
     (r"_publish_kernel", "publish", MEMORY),
     (r"_(histogram|prefix|layout|fill)_kernel", "plan", MEMORY),
     (r"_quantize_(rows|weights)_kernel", "quantize", MEMORY),

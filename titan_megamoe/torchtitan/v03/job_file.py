@@ -16,6 +16,7 @@ bias, which 0.3 updates for Qwen3 unless [mega_moe] load_balancing = false.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import tomllib
 import typing
 from pathlib import Path
@@ -70,6 +71,11 @@ GONE: dict[Place, Any] = {
     ("quantize.linear.float8", "precompute_float8_dynamic_scale_for_fsdp"): False,
 }
 """Options that only 0.2 has, with the one value at which 0.3 does the same."""
+
+EARLY_STOP = ("activation_checkpoint", "early_stop")
+"""The one of them that changes time only: said and dropped, whatever its value."""
+
+logger = logging.getLogger("titan_megamoe")
 
 
 def read_job(path: Path | str, options: list[str]) -> Trainer.Config:
@@ -152,7 +158,11 @@ def _value(text: str) -> Any:
 def _drop(given: Given, place: Place) -> None:
     """Take out an option that 0.3 lacks, if it is at the value where that makes no difference."""
     value = given.pop(place, GONE.get(place))
-    if place in GONE and value != GONE[place]:
+    if place == EARLY_STOP and value:
+        logger.warning(
+            "TorchTitan 0.3 has no early_stop: blocks are recomputed to their end"
+        )
+    elif place in GONE and value != GONE[place]:
         raise UnsupportedError(
             f"[{place[0]}] {place[1]} is {value!r}, which TorchTitan 0.3 does not have: take it out or run "
             "this job on TorchTitan 0.2.2."
