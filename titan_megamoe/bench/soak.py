@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, default=4)
     parser.add_argument("--max-routed-rows", type=int, default=0, help="less than all: several passes")
     parser.add_argument("--delay-ms", type=float, default=0.5, help="longest wait of a rank before a call")
-    parser.add_argument("--timeout", type=float, default=120, help="seconds for --check-every steps")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for --check-every steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", default="", help="what to record where git cannot say")
     parser.add_argument("--out", type=Path, help="record file, for example docs/benchmarks/soak_bf16.json")
