@@ -159,9 +159,7 @@ def _drop(given: Given, place: Place) -> None:
     """Take out an option that 0.3 lacks, if it is at the value where that makes no difference."""
     value = given.pop(place, GONE.get(place))
     if place == EARLY_STOP and value:
-        logger.warning(
-            "TorchTitan 0.3 has no early_stop: blocks are recomputed to their end"
-        )
+        logger.warning("TorchTitan 0.3 has no early_stop: blocks are recomputed to their end")
     elif place in GONE and value != GONE[place]:
         raise UnsupportedError(
             f"[{place[0]}] {place[1]} is {value!r}, which TorchTitan 0.3 does not have: take it out or run "
