@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import CallHeader, Phase, agree
-from .backends.hopper.layout import COMBINE_TOKENS, MAIL_WORDS, PROGRESS_AT, STATE_WORDS
+from .backends.hopper.layout import COMBINE_TOKENS, MAIL_WORDS, PROGRESS_AT, RAISED_AT, STATE_WORDS
 from .backends.hopper.status import WORDS, error_from
 from .errors import BoundError, ConfigError, UnsupportedError
 from .group import PerGroup, group_rank, group_size
@@ -136,8 +136,6 @@ class Workspace:
         self.delta = torch.tensor(deltas, dtype=torch.int64, device=device)
         self.state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
         self.progress = self.state[PROGRESS_AT:]
-        self._last_stream: torch.cuda.Stream | None = None
-        self._last_call = torch.cuda.Event()
         self._close: Callable[[], None] | None = None
         self.report = torch.zeros(WORDS, dtype=torch.int32, pin_memory=True)
         # Zeroed memory must be in place on every rank before a peer announces its first call.
@@ -150,13 +148,18 @@ class Workspace:
         )  # fmt: skip
 
     def enter(self) -> None:
-        """Order the current stream after the last call's, if that ran on another one, and close that call if
-        it was suspended and never resumed.
+        """Order the current stream after the device's last call, of whatever group, if it ran on another one,
+        and close this group's last call if it was suspended and never resumed.
+
+        Calls share a side stream and wait for peers, so a device runs them in the order in which its host
+        makes them, and hosts that share several groups must make them in the same order.
         """
         if not torch.cuda.is_current_stream_capturing():  # a graph's replays are ordered by who replays them
-            stream = torch.cuda.current_stream(self.memory.device)
-            if self._last_stream is not None and self._last_stream != stream:
-                stream.wait_event(self._last_call)
+            device = self.memory.device
+            stream = torch.cuda.current_stream(device)
+            last = _last_calls.get(device)
+            if last is not None and last[0] != stream:
+                stream.wait_event(last[1])
         close, self._close = self._close, None
         if close is not None:
             close()
@@ -179,15 +182,27 @@ class Workspace:
         """Mark the end of a call on the current stream."""
         if torch.cuda.is_current_stream_capturing():
             return
-        self._last_stream = torch.cuda.current_stream(self.memory.device)
-        self._last_call.record(self._last_stream)
+        device = self.memory.device
+        stream = torch.cuda.current_stream(device)
+        _, event = _last_calls.get(device) or (stream, torch.cuda.Event())
+        event.record(stream)
+        _last_calls[device] = stream, event
 
     def raise_reported(self, timeout_s: float, max_routed_rows: int) -> None:
-        """Raise the fault that an earlier call reported, once. Reads pinned memory, no synchronisation."""
-        if self.report[0].item():
-            words = self.report.clone()
+        """Raise the fault that an earlier call reported, once. Reads pinned memory, no synchronisation.
+
+        The device is told, after all calls made so far, so that the next one may meet the peers again. What
+        is captured does not run now: during a capture the fault is raised but stays for the next call.
+        """
+        if not self.report[0].item():
+            return
+        words = self.report.clone()
+        if not torch.cuda.is_current_stream_capturing():
             self.report.zero_()
-            raise error_from(words, self.rank, timeout_s, max_routed_rows)
+            self.enter()
+            self.state[RAISED_AT].fill_(1)
+            self.leave()
+        raise error_from(words, self.rank, timeout_s, max_routed_rows)
 
     def refuse(self) -> None:
         """Tell the peers that this rank refuses the call they are about to make."""
@@ -224,6 +239,10 @@ def _header(geometry: Geometry) -> CallHeader:
         hidden=geometry.hidden,
         num_tokens=geometry.max_tokens,
     )
+
+
+_last_calls: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
+"""By device: the stream of the last call that was not captured, and an event at its end."""
 
 
 class _Kept:

@@ -124,7 +124,7 @@ REFUSE = (
 for bad, bound, want in ((True, 0, [6, 33, 1, 8, 1, 17]), (False, 100, [7, 33, 0, 100, 160, 17])):
     plan, _, state, report = run(2, 0, 2, 4, (40, 40), "one_rank", bad, bound)
     assert report[:6].tolist() == want, report
-    assert state[1] == 1 and plan.ok == 0 and plan.num_tiles == 0 and plan.recv_count == 0
+    assert state[1] == 2 and plan.ok == 0 and plan.num_tiles == 0 and plan.recv_count == 0
     assert plan.counts.eq(0).all() and plan.slot_row.eq(-1).all()
 """
 )

@@ -13,10 +13,11 @@ over passes, of one where no routing can pass it. Buffers are allocated once, be
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from .gemm_common import SPECIALIZED, check_dims, grid_size, operand
 from .gemms import gemm_down, gemm_down_backward, gemm_up, gemm_up_backward, wgrad_down, wgrad_up
 from .passes import number_of_passes, plans_over, received, recv_rows
 from .plan_kernels import build_plans
-from .side import beside, now
+from .side import beside, join, now
 from .symmetric import READ, TOKENS, meet, open_call, publish
 
 EXPAND_FROM: int | None = None
@@ -106,22 +107,6 @@ class FusedBackend(StagedBackend):
         h = x.new_empty(shape.pool_rows, call.intermediate)
         gate_up = x.new_empty(2, *h.shape) if save else None
         rows = x.new_empty(shape.pool_rows, call.hidden)
-        entered = now() if shared else None
-        publish(
-            x, workspace.x, copy_x=False,
-            routing=(call.topk_ids, call.topk_weights, workspace.ids, workspace.weights, shape.num_experts),
-        )  # fmt: skip
-        if entered is not None:
-            with beside(entered, x.device, head_start_ns=0) as published:
-                publish(x, workspace.x, copy_x=True)
-        _open(workspace, plans[0], call, signature, backward=False)
-        build_plans(
-            plans, workspace.ids, workspace.weights, workspace.delta, workspace.state, workspace.report,
-            signature,
-        )  # fmt: skip
-        if entered is not None:
-            published.wait()
-            _meet(workspace, shape, signature, config, TOKENS)
 
         def down(index: int) -> None:
             plan = plans[index]
@@ -131,27 +116,46 @@ class FusedBackend(StagedBackend):
                 pass_index=index, passes=passes,
             )  # fmt: skip
 
-        for index, plan in enumerate(plans):
-            if index:
-                down(index - 1)
-            here: dict[str, Any] = dict(pass_index=index, passes=passes)
-            arrived = received(recv, shape, index)
-            kept = None if index else gate_up  # later passes compute gate and up again
-            if self.expands(call):
-                expand(
-                    plan, x, workspace.x, workspace.delta, from_peers=shared, out=rows, keep=arrived, **here
-                )
-                gemm_up(
-                    rows, w1, w3, plan.row_weight, plan.tiles, save=kept is not None, out_h=h, out_gu=kept,
-                    reserved_sms=reserved,
-                )  # fmt: skip
-            else:
+        with _unbroken(workspace, x.device):
+            entered = now() if shared else None
+            publish(
+                x, workspace.x, copy_x=False,
+                routing=(call.topk_ids, call.topk_weights, workspace.ids, workspace.weights,
+                         shape.num_experts),
+            )  # fmt: skip
+            if entered is not None:
+                with beside(entered, x.device, head_start_ns=0) as published:
+                    publish(x, workspace.x, copy_x=True)
+            _open(workspace, plans[0], call, signature, backward=False)
+            build_plans(
+                plans, workspace.ids, workspace.weights, workspace.delta, workspace.state, workspace.report,
+                signature,
+            )  # fmt: skip
+            if entered is not None:
+                published.wait()
+                _meet(workspace, shape, signature, config, TOKENS)
+            for index, plan in enumerate(plans):
                 if index:
-                    workspace.progress.zero_()
-                dispatch_gemm1(
-                    plan, workspace, x, w1, w3, recv=arrived, out_h=h, out_gu=kept, reserved_sms=reserved,
-                    comm_sms=config.comm_sms,
-                )  # fmt: skip
+                    down(index - 1)
+                here: dict[str, Any] = dict(pass_index=index, passes=passes)
+                arrived = received(recv, shape, index)
+                kept = None if index else gate_up  # later passes compute gate and up again
+                if self.expands(call):
+                    expand(
+                        plan, x, workspace.x, workspace.delta, from_peers=shared, out=rows, keep=arrived,
+                        **here,
+                    )  # fmt: skip
+                    gemm_up(
+                        rows, w1, w3, plan.row_weight, plan.tiles, save=kept is not None, out_h=h,
+                        out_gu=kept, reserved_sms=reserved,
+                    )  # fmt: skip
+                else:
+                    if index:
+                        workspace.progress.zero_()
+                    dispatch_gemm1(
+                        plan, workspace, x, w1, w3, recv=arrived, out_h=h, out_gu=kept, reserved_sms=reserved,
+                        comm_sms=config.comm_sms,
+                    )  # fmt: skip
 
         def finish() -> Tensor:
             down(passes - 1)
@@ -183,57 +187,67 @@ class FusedBackend(StagedBackend):
             torch.empty_like(w, dtype=w.dtype if passes == 1 else torch.float32) if needed else None
             for w, needed in ((call.w1, needs.w1), (call.w3, needs.w3), (call.w2, needs.w2))
         )
-        publish(dy, workspace.x, copy_x=shared)
-        _open(workspace, plans[0], call, signature, backward=True)
-        for index, plan in enumerate(plans):
-            here: dict[str, Any] = dict(pass_index=index, passes=passes)
-            arrived = received(recv, shape, index)
-            gate_up, rows, dw_R = first_gate_up, None, None
-            expand(plan, dy, workspace.x, workspace.delta, from_peers=shared, out=dy_RH, **here)
-            if index:
-                assert x_RH is not None and gate_up_again is not None
-                gate_up = gate_up_again
-                expand(plan, call.x, arrived, workspace.delta, from_peers=False, out=x_RH, **here)
-                gemm_up(
-                    x_RH, w1, w3, plan.row_weight, plan.tiles, out_h=h, out_gu=gate_up, reserved_sms=reserved
-                )
-            started = now()
-            if need_data:
-                _, _, dw_R = gemm_down_backward(
-                    dy_RH, w2, gate_up[0], gate_up[1], plan.row_weight, plan.tiles,
-                    need_h=needs.w2, need_dw=needs.topk_weights, out_dgu=dgu, out_h=h, reserved_sms=reserved,
+        with _unbroken(workspace, dy.device):
+            publish(dy, workspace.x, copy_x=shared)
+            _open(workspace, plans[0], call, signature, backward=True)
+            for index, plan in enumerate(plans):
+                here: dict[str, Any] = dict(pass_index=index, passes=passes)
+                guarded: dict[str, Any] = dict(here, state=workspace.state)
+                arrived = received(recv, shape, index)
+                gate_up, rows, dw_R = first_gate_up, None, None
+                expand(plan, dy, workspace.x, workspace.delta, from_peers=shared, out=dy_RH, **guarded)
+                if index:
+                    assert x_RH is not None and gate_up_again is not None
+                    gate_up = gate_up_again
+                    expand(plan, call.x, arrived, workspace.delta, from_peers=False, out=x_RH, **guarded)
+                    gemm_up(
+                        x_RH,
+                        w1,
+                        w3,
+                        plan.row_weight,
+                        plan.tiles,
+                        out_h=h,
+                        out_gu=gate_up,
+                        reserved_sms=reserved,
+                    )
+                started = now()
+                if need_data:
+                    _, _, dw_R = gemm_down_backward(
+                        dy_RH, w2, gate_up[0], gate_up[1], plan.row_weight, plan.tiles,
+                        need_h=needs.w2, need_dw=needs.topk_weights, out_dgu=dgu, out_h=h,
+                        reserved_sms=reserved,
+                    )  # fmt: skip
+                elif h is not None:
+                    h = _activation(gate_up, plan)
+                if need_w13 and not index:
+                    with beside(started, dy.device) as expanded:
+                        expand(plan, call.x, arrived, workspace.delta, from_peers=False, out=x_RH, **guarded)
+                add = index > 0
+                if dw2 is not None:
+                    assert h is not None
+                    wgrad_down(dy_RH, h, plan.tiles, dtype=dw2.dtype, out=dw2, add=add, reserved_sms=reserved)
+                if needs.x:
+                    assert dgu is not None
+                    # dy's rows are not needed any more: their memory takes the rows of dx.
+                    rows = gemm_up_backward(dgu, w1, w3, plan.tiles, out=dy_RH, reserved_sms=reserved)
+                close = functools.partial(
+                    combine, plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=dx,
+                    dweight_parts=None if dw_R is None else dw_R.view(1, -1), dweight=dweights, **here,
                 )  # fmt: skip
-            elif h is not None:
-                h = _activation(gate_up, plan)
-            if need_w13 and not index:
-                with beside(started, dy.device) as expanded:
-                    expand(plan, call.x, arrived, workspace.delta, from_peers=False, out=x_RH, **here)
-            add = index > 0
-            if dw2 is not None:
-                assert h is not None
-                wgrad_down(dy_RH, h, plan.tiles, dtype=dw2.dtype, out=dw2, add=add, reserved_sms=reserved)
-            if needs.x:
-                assert dgu is not None
-                # dy's rows are not needed any more: their memory takes the rows of dx.
-                rows = gemm_up_backward(dgu, w1, w3, plan.tiles, out=dy_RH, reserved_sms=reserved)
-            close = functools.partial(
-                combine, plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=dx,
-                dweight_parts=None if dw_R is None else dw_R.view(1, -1), dweight=dweights, **here,
-            )  # fmt: skip
-            if not need_w13:
-                close()
-                continue
-            assert x_RH is not None and dgu is not None
-            summed = now()
-            if not index:
-                expanded.wait()
-            wgrad_up(
-                dgu, x_RH, plan.tiles, need_w1=needs.w1, need_w3=needs.w3, out_w1=dw1, out_w3=dw3,
-                dtype=call.w1.dtype if passes == 1 else torch.float32, add=add, reserved_sms=reserved,
-            )  # fmt: skip
-            with beside(summed, dy.device) as closed:
-                close()
-            closed.wait()
+                if not need_w13:
+                    close()
+                    continue
+                assert x_RH is not None and dgu is not None
+                summed = now()
+                if not index:
+                    expanded.wait()
+                wgrad_up(
+                    dgu, x_RH, plan.tiles, need_w1=needs.w1, need_w3=needs.w3, out_w1=dw1, out_w3=dw3,
+                    dtype=call.w1.dtype if passes == 1 else torch.float32, add=add, reserved_sms=reserved,
+                )  # fmt: skip
+                with beside(summed, dy.device) as closed:
+                    close()
+                closed.wait()
         workspace.leave()
         return Gradients(dx, dweights, _rounded(dw1, call.w1), _rounded(dw3, call.w3), _rounded(dw2, call.w2))
 
@@ -280,11 +294,29 @@ def _resumable(
 
     def resumed() -> Tensor:
         workspace.resume(close)
-        y = finish()
+        with _unbroken(workspace, workspace.memory.device):
+            y = finish()
         workspace.leave()
         return y
 
     return resumed
+
+
+@contextlib.contextmanager
+def _unbroken(workspace: Workspace, device: torch.device) -> Iterator[None]:
+    """A part of a call that other ranks wait for, on the current stream.
+
+    If the host breaks it off (out of memory, say), the peers are told, so that they raise instead of waiting,
+    and the current stream is ordered after what the side stream still does with the call's buffers.
+    """
+    try:
+        yield
+    except BaseException:
+        if not torch.cuda.is_current_stream_capturing():
+            join(device)
+            workspace.refuse()
+            workspace.leave()
+        raise
 
 
 def _keeps_recv(call: MoECall, passes: int) -> bool:

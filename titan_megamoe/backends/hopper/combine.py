@@ -16,7 +16,8 @@ rank leaves a call before all others are past their last read from it.
 No deadlock: blocks are scheduled in the order of their index. Sending blocks never wait. Take the
 unfinished sending block of lowest chunk on any rank: receiving blocks scheduled before it wait for
 lower chunks only, all sent, so they end and leave their SM to it. Every wait also ends at the timeout,
-at a peer's notice that it gave up, or when another block here has given up.
+at a peer's notice that it gave up, or when another block here has given up. A call that all ranks refuse
+alike exchanges chunk 0 too, without data.
 """
 
 # ruff: noqa: SIM102
@@ -77,10 +78,14 @@ def _await_flag(flag_ptr, notice_ptr, state_ptr, call, begin, timeout_ns, TIMEOU
     code = 0
     seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
     while (seen < call) & (code == 0):
-        if tl.load(state_ptr + 1, volatile=True) != 0:
+        if tl.load(state_ptr + 1, volatile=True) == 1:
             code = -1
         elif tl.load(notice_ptr, volatile=True) > (call >> _GENERATION_BITS):
-            code = GAVE_UP
+            # Perhaps of the next call, by a peer that finished this one: its flag was there before.
+            tl.atomic_add(notice_ptr, 0, sem="acquire", scope="sys")
+            seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+            if seen < call:
+                code = GAVE_UP
         elif globaltimer() - begin > timeout_ns:
             code = TIMEOUT
         if code == 0:
@@ -115,7 +120,8 @@ def _combine_kernel(
     if PASSES > 1:
         first_chunk, last_chunk = window(mode, pass_index, window_chunks, num_chunks)
     call = tl.load(state_ptr)
-    given_up = tl.load(state_ptr + 1, volatile=True) != 0
+    given_up = tl.load(state_ptr + 1, volatile=True)
+    refused = given_up == 2
     token_in = tl.arange(0, BLOCK_T)
     k_range = tl.arange(0, KP)
 
@@ -126,8 +132,10 @@ def _combine_kernel(
         if PASSES > 1:
             chunk += first_chunk
         theirs = tl.load(tokens_ptr + peer)
-        needed = (chunk * CHUNK < theirs) | (chunk == first_chunk)
-        if needed & (chunk < last_chunk) & ok & (given_up == 0):
+        needed = ((chunk * CHUNK < theirs) & ok & (given_up == 0)) | (
+            (chunk == first_chunk) & ((ok & (given_up == 0)) | refused)
+        )
+        if needed & (chunk < last_chunk):
             start = tl.load(delta_ptr + peer)
             slot_of_peer = (RANK - peer + WORLD - 1) % WORLD  # my place among the peer's peers
             partial = sym_partial_ptr + tl.multiple_of(start // 2, 16)
@@ -164,7 +172,7 @@ def _combine_kernel(
             chunk += first_chunk
             needed = ((chunk * CHUNK < num_tokens) | (chunk == first_chunk)) & (chunk < last_chunk)
         if needed:
-            ready = ok & (given_up == 0)
+            ready = (ok & (given_up == 0)) | (refused & (chunk == first_chunk))
             if WORLD > 1:
                 if ready:
                     begin = globaltimer()
@@ -182,10 +190,11 @@ def _combine_kernel(
                     tl.debug_barrier()
                     ready = code == 0
                     if code > 0:
-                        if tl.atomic_cas(state_ptr + 1, 0, 1) == 0:
+                        if tl.atomic_cas(state_ptr + 1, 0, 1) != 1:
                             tl.store(state_ptr + 2, seen >> _GENERATION_BITS)
                             tell_given_up(mail_ptr, delta_ptr, call >> _GENERATION_BITS, WORLD, WORLD_P, RANK)
                             _report(report_ptr, code, signature, peer, call, seen, call)
+            ready = ready & ok
             bad = tl.where(ready, 0.0, float("nan"))
             for first in tl.range(0, CHUNK, BLOCK_T, num_stages=1):
                 token = chunk * CHUNK + first + token_in

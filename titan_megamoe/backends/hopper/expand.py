@@ -23,9 +23,9 @@ from .plan_kernels import window
 @triton.jit(do_not_specialize=["pass_index"])
 def _expand_kernel(
     local_ptr, remote_ptr, delta_ptr, pool_ptr, keep_ptr, slot_row_ptr, recv_token_ptr, recv_count_ptr,
-    ok_ptr, num_tokens, max_tokens, H, local_blocks, remote_blocks, pass_index, window_tokens,
+    ok_ptr, state_ptr, num_tokens, max_tokens, H, local_blocks, remote_blocks, pass_index, window_tokens,
     PASSES: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
-    FROM_PEERS: tl.constexpr, KEEP: tl.constexpr,
+    FROM_PEERS: tl.constexpr, KEEP: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     both = tl.minimum(local_blocks, remote_blocks)
@@ -49,12 +49,17 @@ def _expand_kernel(
     start = tl.multiple_of(start, [8])
     flat = tl.where(is_remote, flat, RANK * max_tokens + at)
     base = tl.where(is_remote, remote_ptr, local_ptr)
+    given_up = False
+    if GUARD:
+        given_up = tl.load(state_ptr + 1) != 0
     if tl.max(live.to(tl.int32), axis=0) != 0:
         rows = _rows_of(slot_row_ptr, flat * K, live, K)
         for h in tl.range(0, H, BLOCK_H, num_stages=1):
             col = h + tl.arange(0, BLOCK_H)
             mask = live[:, None] & (col < H)[None, :]
             data = tl.load(base + start[:, None] + col[None, :], mask=mask)
+            if GUARD:
+                data = tl.where(given_up, float("nan"), data.to(tl.float32)).to(tl.bfloat16)
             if KEEP:
                 kept = keep_ptr + at.to(tl.int64)[:, None] * H + col[None, :]
                 tl.store(kept, data, mask=mask & is_remote)
@@ -72,13 +77,14 @@ def expand(
     from_peers: bool,
     out: Tensor | None = None,
     keep: Tensor | None = None,
+    state: Tensor | None = None,
     pass_index: int = 0,
     passes: int = 1,
 ) -> Tensor:
     """Pool (P, H) bf16 from `local` (T, H) and `remote`: the receive buffer, or, with `from_peers`, this
     rank's symmetric buffer, whose likes on the peers lie `delta` (W,) bytes away. `keep` is the receive
-    buffer, to which the peers' rows are copied too. A pass of several (`pass_index` of `passes`)
-    takes the tokens of its window only."""
+    buffer, to which the peers' rows are copied too. With `state`, this rank's, all rows are NaN where the
+    call was given up. A pass of several (`pass_index` of `passes`) takes the tokens of its window only."""
     shape = plan.shape
     num_tokens, hidden = local.shape
     pool = local.new_empty(shape.pool_rows, hidden) if out is None else out
@@ -92,9 +98,9 @@ def expand(
     if local_blocks + remote_blocks:
         _expand_kernel[(local_blocks + remote_blocks,)](
             local, remote, delta, pool, pool if keep is None else keep, plan.slot_row, plan.recv_token,
-            plan.recv_count, plan.ok, num_tokens, shape.max_tokens, hidden, local_blocks, remote_blocks,
-            pass_index, shape.window_tokens, PASSES=passes, RANK=shape.rank,
-            K=shape.top_k, BLOCK_T=block_t, BLOCK_H=block_h, FROM_PEERS=from_peers, KEEP=keep is not None,
-            num_warps=4,
+            plan.recv_count, plan.ok, plan.ok if state is None else state, num_tokens, shape.max_tokens,
+            hidden, local_blocks, remote_blocks, pass_index, shape.window_tokens, PASSES=passes,
+            RANK=shape.rank, K=shape.top_k, BLOCK_T=block_t, BLOCK_H=block_h, FROM_PEERS=from_peers,
+            KEEP=keep is not None, GUARD=state is not None, num_warps=4,
         )  # fmt: skip
     return pool

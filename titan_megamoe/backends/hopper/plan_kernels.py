@@ -199,7 +199,7 @@ def _layout_kernel(
         tl.store(ok_ptr, mode)
         if (given_up == 0) & (ok == 0):
             call = tl.load(state_ptr)
-            tl.store(state_ptr + 1, 1)
+            tl.store(state_ptr + 1, 2)  # all ranks read the same ids
             if tl.max(bad, axis=0) > 0:
                 peer = tl.argmax(bad, axis=0)
                 _report(report_ptr, CODE_BAD_ID, signature, peer, WORLD * E_LOCAL,

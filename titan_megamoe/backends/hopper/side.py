@@ -54,6 +54,11 @@ def beside(
         done.record(side)
 
 
+def join(device: torch.device) -> None:
+    """Order the current stream after all that the side stream was given."""
+    torch.cuda.current_stream(device).wait_stream(_side_stream(device))
+
+
 def now() -> torch.cuda.Event:
     """An event recorded on the current stream."""
     event = torch.cuda.Event()

@@ -9,8 +9,10 @@ meet        one block. Inside a call, tells each peer that this rank is at a poi
 refuse      one block. Tells the peers that this rank's call will not come.
 
 A call number is generation · 2^20 + running number. Every rank counts its own calls on the device, so a
-CUDA graph replays correctly. After a call that failed, the next one starts a new generation: stale
-flags are then never equal to what is waited for, and the ranks meet again without the host.
+CUDA graph replays correctly. A rank whose call failed stays failed, and its calls do nothing but give NaN,
+until its host has raised the error: hosts run ahead as they like, and a call made again must not meet a
+peer's doomed one. The first call after that starts a new generation: stale flags are then never equal to
+what is waited for.
 
 No deadlock: the announcement precedes the wait, and every wait ends at the peer's flag, at a flag ahead
 of ours, at a peer's notice that it gave up, or at the timeout. Nobody overwrites what a peer still
@@ -20,8 +22,9 @@ sends after its last read from us.
 Mailbox of a rank: (W, MAIL_WORDS) int32, row r written by rank r:
     flag, signature, T, forward's call number, generation before which rank r has given up, flag of TOKENS,
     flag of READ
-State of a rank (device memory, int32): call number, given up?, next generation at least; from PROGRESS_AT on,
-the progress words of the communication blocks.
+State of a rank (device memory, int32): call number; 0, or 1 where the call was given up, or 2 where all
+ranks refuse it alike; next generation at least; has the host raised the error?; from PROGRESS_AT on, the
+progress words of the communicating programs.
 """
 
 # ruff: noqa: SIM102
@@ -92,88 +95,97 @@ def _open_call_kernel(
     IS_BACKWARD: tl.constexpr, TIMEOUT: tl.constexpr, AHEAD: tl.constexpr,
     WRONG_SIGNATURE: tl.constexpr, GAVE_UP: tl.constexpr, OTHER_FORWARD: tl.constexpr,
 ):  # fmt: skip
+    rank = tl.arange(0, WORLD_P)
+    live = rank < WORLD
+    # Until a peer has said how many tokens it has, and if it never does, it has none.
+    tl.store(tokens_ptr + rank, tl.where(rank == RANK, num_tokens, 0), mask=live)
+    alive = (tl.load(state_ptr + 1) == 0) | (tl.load(state_ptr + 3) != 0)
     call = tl.load(state_ptr) + 1
     generation = call >> _GENERATION_BITS
     if tl.load(state_ptr + 1) != 0:
         generation = tl.maximum(generation + 1, tl.load(state_ptr + 2))
         call = (generation << _GENERATION_BITS) + 1
-    tl.store(state_ptr, call)
-    tl.store(state_ptr + 1, 0)
-    word = tl.arange(0, 32)
-    tl.store(state_ptr + _PROGRESS_AT + word, tl.zeros([32], tl.int32))
     forward_call = call
     if IS_BACKWARD:
         forward_call = tl.load(forward_call_ptr)
+    word = tl.arange(0, 32)
+    tl.store(state_ptr + _PROGRESS_AT + word, tl.zeros([32], tl.int32))
+    if alive:
+        tl.store(state_ptr, call)
+        tl.store(state_ptr + 1, 0)
+        tl.store(state_ptr + 3, 0)
+        if not IS_BACKWARD:
+            tl.store(call_ptr, call)
     else:
-        tl.store(call_ptr, call)
+        tl.store(state_ptr + 1, 1)
+        if not IS_BACKWARD:
+            tl.store(call_ptr, -1 - RANK)  # no backward of it can belong to a peer's
 
-    rank = tl.arange(0, WORLD_P)
-    live = rank < WORLD
-    tl.store(tokens_ptr + rank, tl.zeros([WORLD_P], tl.int32) + num_tokens, mask=rank == RANK)
     if WORLD > 1:
-        peers = live & (rank != RANK)
-        start = tl.load(delta_ptr + rank, mask=peers, other=0) // 4
-        box = mail_ptr + start + RANK * _MAIL
-        fill = tl.zeros([WORLD_P], tl.int32)
-        tl.store(box + 1, fill + signature, mask=peers)
-        tl.store(box + 2, fill + num_tokens, mask=peers)
-        tl.store(box + 3, fill + forward_call, mask=peers)
-        tl.debug_barrier()
-        tl.atomic_xchg(box, fill + call, mask=peers, sem="release", scope="sys")
+        if alive:
+            peers = live & (rank != RANK)
+            start = tl.load(delta_ptr + rank, mask=peers, other=0) // 4
+            box = mail_ptr + start + RANK * _MAIL
+            fill = tl.zeros([WORLD_P], tl.int32)
+            tl.store(box + 1, fill + signature, mask=peers)
+            tl.store(box + 2, fill + num_tokens, mask=peers)
+            tl.store(box + 3, fill + forward_call, mask=peers)
+            tl.debug_barrier()
+            tl.atomic_xchg(box, fill + call, mask=peers, sem="release", scope="sys")
 
-        mine = mail_ptr + rank * _MAIL
-        begin = globaltimer()
-        waiting = True
-        behind = fill
-        seen = fill
-        code = 0
-        while waiting:
-            seen = tl.atomic_add(mine, fill, mask=peers, sem="acquire", scope="sys")
-            seen = tl.where(peers, seen, call)
-            gave_up = tl.load(mine + 4, mask=peers, other=0, volatile=True) > generation
-            ahead = seen > call
-            behind = (seen < call).to(tl.int32)
-            if tl.max(gave_up.to(tl.int32), axis=0) != 0:
-                code = GAVE_UP
-                behind = gave_up.to(tl.int32)
-            elif tl.max(ahead.to(tl.int32), axis=0) != 0:
-                code = AHEAD
-                behind = ahead.to(tl.int32)
-            elif tl.max(behind, axis=0) != 0:
-                if globaltimer() - begin > timeout_ns:
-                    code = TIMEOUT
-            waiting = (tl.max(behind, axis=0) != 0) & (code == 0)
-        tl.debug_barrier()
-        expected = call
-        if code == 0:
-            theirs = tl.load(mine + 1, mask=peers, other=0, volatile=True)
-            wrong = (peers & (theirs != signature)).to(tl.int32)
-            forwards = tl.load(mine + 3, mask=peers, other=0, volatile=True)
-            other = (peers & (forwards != forward_call)).to(tl.int32)
-            if tl.max(wrong, axis=0) != 0:
-                code = WRONG_SIGNATURE
-                behind = wrong
-                seen = theirs
-                expected = signature
-            elif tl.max(other, axis=0) != 0:
-                code = OTHER_FORWARD
-                behind = other
-                seen = forwards
-                expected = forward_call
-            tl.store(
-                tokens_ptr + rank,
-                tl.load(mine + 2, mask=peers, other=0, volatile=True),
-                mask=peers,
-            )
-        if code != 0:
-            peer = tl.argmax(behind, axis=0)
-            what = tl.sum(tl.where(rank == peer, seen, 0), axis=0)
-            newest = tl.max(tl.where(peers & (code != WRONG_SIGNATURE), seen, 0), axis=0)
-            tl.store(state_ptr + 1, 1)
-            tl.store(state_ptr + 2, newest >> _GENERATION_BITS)
-            if code == TIMEOUT:
-                tell_given_up(mail_ptr, delta_ptr, generation, WORLD, WORLD_P, RANK)
-            _report(report_ptr, code, signature, peer, expected, what, call)
+            mine = mail_ptr + rank * _MAIL
+            begin = globaltimer()
+            waiting = True
+            behind = fill
+            seen = fill
+            code = 0
+            while waiting:
+                seen = tl.atomic_add(mine, fill, mask=peers, sem="acquire", scope="sys")
+                seen = tl.where(peers, seen, call)
+                gave_up = tl.load(mine + 4, mask=peers, other=0, volatile=True) > generation
+                ahead = seen > call
+                behind = (seen < call).to(tl.int32)
+                if tl.max(gave_up.to(tl.int32), axis=0) != 0:
+                    code = GAVE_UP
+                    behind = gave_up.to(tl.int32)
+                elif tl.max(ahead.to(tl.int32), axis=0) != 0:
+                    code = AHEAD
+                    behind = ahead.to(tl.int32)
+                elif tl.max(behind, axis=0) != 0:
+                    if globaltimer() - begin > timeout_ns:
+                        code = TIMEOUT
+                waiting = (tl.max(behind, axis=0) != 0) & (code == 0)
+            tl.debug_barrier()
+            expected = call
+            if code == 0:
+                theirs = tl.load(mine + 1, mask=peers, other=0, volatile=True)
+                wrong = (peers & (theirs != signature)).to(tl.int32)
+                forwards = tl.load(mine + 3, mask=peers, other=0, volatile=True)
+                other = (peers & (forwards != forward_call)).to(tl.int32)
+                if tl.max(wrong, axis=0) != 0:
+                    code = WRONG_SIGNATURE
+                    behind = wrong
+                    seen = theirs
+                    expected = signature
+                elif tl.max(other, axis=0) != 0:
+                    code = OTHER_FORWARD
+                    behind = other
+                    seen = forwards
+                    expected = forward_call
+                tl.store(
+                    tokens_ptr + rank,
+                    tl.load(mine + 2, mask=peers, other=0, volatile=True),
+                    mask=peers,
+                )
+            if code != 0:
+                peer = tl.argmax(behind, axis=0)
+                what = tl.sum(tl.where(rank == peer, seen, 0), axis=0)
+                newest = tl.max(tl.where(peers & (code != WRONG_SIGNATURE), seen, 0), axis=0)
+                tl.store(state_ptr + 1, 1)
+                tl.store(state_ptr + 2, newest >> _GENERATION_BITS)
+                if code == TIMEOUT:
+                    tell_given_up(mail_ptr, delta_ptr, generation, WORLD, WORLD_P, RANK)
+                _report(report_ptr, code, signature, peer, expected, what, call)
 
 
 @triton.jit
@@ -184,7 +196,7 @@ def _meet_kernel(
 ):  # fmt: skip
     call = tl.load(state_ptr)
     generation = call >> _GENERATION_BITS
-    if tl.load(state_ptr + 1) == 0:
+    if tl.load(state_ptr + 1) != 1:
         rank = tl.arange(0, WORLD_P)
         peers = (rank < WORLD) & (rank != RANK)
         start = tl.load(delta_ptr + rank, mask=peers, other=0) // 4
@@ -209,8 +221,15 @@ def _meet_kernel(
                 behind = ahead.to(tl.int32)
             elif tl.max(behind, axis=0) != 0:
                 if tl.max(gave_up.to(tl.int32), axis=0) != 0:
-                    code = GAVE_UP
-                    behind = gave_up.to(tl.int32)
+                    # Perhaps of the next call, by a peer that passed this point: its flag was there before.
+                    tl.atomic_add(mine + 4, fill, mask=peers, sem="acquire", scope="sys")
+                    seen = tl.atomic_add(mine + POINT, fill, mask=peers, sem="acquire", scope="sys")
+                    seen = tl.where(peers, seen, call)
+                    behind = (seen < call).to(tl.int32)
+                    gone = behind * gave_up.to(tl.int32)
+                    if tl.max(gone, axis=0) != 0:
+                        code = GAVE_UP
+                        behind = gone
                 elif globaltimer() - begin > timeout_ns:
                     code = TIMEOUT
             waiting = (tl.max(behind, axis=0) != 0) & (code == 0)
@@ -233,6 +252,7 @@ def _refuse_kernel(mail_ptr, delta_ptr, state_ptr, WORLD: tl.constexpr, WORLD_P:
         call = (generation << _GENERATION_BITS) + 1
     tl.store(state_ptr, call)
     tl.store(state_ptr + 1, 1)
+    tl.store(state_ptr + 3, 1)  # the host that refuses raises
     tell_given_up(mail_ptr, delta_ptr, generation, WORLD, WORLD_P, RANK)
 
 
@@ -304,6 +324,7 @@ def meet(
     """Tell the peers that this rank is at `point` of the call that is open, and wait for them there.
 
     A call that was given up before is left alone: its peers gave up as well, or meet the end of their wait.
+    One that all ranks refuse alike is not: a peer may still read what this rank published.
     """
     _meet_kernel[(1,)](
         mail, delta, state, report, signature, int(min(timeout_s, 1e9) * 1e9), WORLD=world,
