@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import random
+import time
 import weakref
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from titan_megamoe import MegaMoEConfig, mega_moe
+from titan_megamoe.backends.hopper import backend as fused
 from titan_megamoe.backends.hopper.backend import FusedBackend
 from titan_megamoe.errors import AgreementError, BoundError, ConfigError, MegaMoEError
 from titan_megamoe.testing.oracle import assert_within, compare, moe_oracle, relative_l2, stock_bf16_error
@@ -139,6 +142,112 @@ def test_an_id_out_of_range_reads_past_the_tables_or_goes_unseen(rank_pool):
     for (kind, text), invalid, fine in rank_pool(2, "cuda").run(_bad_id):
         assert kind == ConfigError.__name__ and "rank 1 passed 1 expert ids" in text, text
         assert invalid and fine
+
+
+def _ahead(rank: int):
+    want = _call(rank).cpu()
+    *arguments, _ = leaves(PROBLEM, rank, device_of(rank))
+    good = arguments[1]
+    bad = good.clone()
+    bad[5, 1] = 99
+
+    def call(ids):
+        with torch.no_grad():
+            return mega_moe(arguments[0], ids, *arguments[2:], group=ep_group(2), config=CONFIG)
+
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank == 1:
+        torch.cuda._sleep(400_000_000)  # this host makes calls that its device will not open
+    call(bad if rank == 1 else good)
+    if rank == 0:
+        torch.cuda.synchronize()
+    doomed = 0
+    while True:
+        try:
+            call(good)
+        except ConfigError:
+            break
+        doomed += 1
+        time.sleep(0.02)
+    y = call(good)  # no barrier: a rank that has raised may be far ahead
+    torch.cuda.synchronize()
+    return doomed, torch.equal(y.cpu(), want)
+
+
+@TWO
+def test_a_call_made_again_pairs_with_a_doomed_one_of_a_peer(rank_pool):
+    (_, fine0), (doomed, fine1) = rank_pool(2, "cuda").run(_ahead)
+    assert doomed > 1 and fine0 and fine1
+
+
+class _OutOfMemory(RuntimeError):
+    pass
+
+
+def _broken_off(rank: int, where: str):
+    """Rank 1's host raises in the middle of a call."""
+    want = _call(rank).cpu()
+    *arguments, dy = leaves(PROBLEM, rank, device_of(rank))
+    real, error = getattr(fused, where), "none"
+
+    def fail(*args, **kwargs):
+        raise _OutOfMemory
+
+    try:
+        if rank == 1 and where == "gemm_down":
+            setattr(fused, where, fail)
+        y = mega_moe(*arguments, group=ep_group(2), config=CONFIG)
+        if rank == 1:
+            setattr(fused, where, fail)
+        y.backward(dy)
+    except (_OutOfMemory, MegaMoEError) as caught:
+        error = type(caught).__name__
+    finally:
+        setattr(fused, where, real)
+    if error == "none":
+        error = _error_of_next_call(rank)[0]
+    else:
+        torch.cuda.synchronize()
+        dist.barrier()
+    return error, _works_again(rank, want)
+
+
+@TWO
+@pytest.mark.parametrize("where", ["gemm_down", "gemm_up_backward"])
+def test_a_host_that_fails_inside_a_call_leaves_its_peers_waiting(rank_pool, where):
+    begun = time.monotonic()
+    (peer, fine0), (own, fine1) = rank_pool(2, "cuda").run(_broken_off, where)
+    assert (peer, own) == (AgreementError.__name__, _OutOfMemory.__name__)
+    assert fine0 and fine1 and time.monotonic() - begun < 60
+
+
+def _two_groups(rank: int, rounds: int):
+    """Whether calls of two groups, each on a stream of its own, keep their results."""
+    groups = [ep_group(2), dist.new_group([0, 1])]
+    *arguments, _ = leaves(PROBLEM, rank, device_of(rank))
+    sleeps = random.Random(rank)
+
+    def call(group):
+        with torch.no_grad():
+            return mega_moe(*arguments, group=group, config=CONFIG)
+
+    want = [call(group) for group in groups][0]
+    torch.cuda.synchronize()
+    streams, results = [torch.cuda.Stream() for _ in groups], []
+    for _ in range(rounds):
+        for stream, group in zip(streams, groups, strict=True):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(sleeps.randrange(1_000_000))
+                results.append(call(group))
+    torch.cuda.synchronize()
+    release_workspaces(groups[1])
+    return all(torch.equal(y, want) for y in results)
+
+
+@TWO
+def test_two_groups_on_two_streams_block_each_other(rank_pool):
+    assert rank_pool(2, "cuda").run(_two_groups, 40) == [True, True]
 
 
 def _bound(rank: int):

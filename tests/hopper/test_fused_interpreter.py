@@ -116,7 +116,7 @@ for bound, dropped, passes, mode in {cases!r}:
         x=x, ids=torch.zeros(T, K, dtype=torch.int32), weights=torch.zeros(T, K), state=state,
         delta=torch.zeros(1, dtype=torch.int64), progress=state[32:], mail=state, flags=state, partial=x,
         report=torch.zeros(8, dtype=torch.int32), dweight=weights, leave=lambda: None,
-        suspend=lambda _: None, resume=lambda _: None,
+        suspend=lambda _: None, resume=lambda _: None, memory=x,
     )
     fused._prepare = lambda call: (workspace, shape)
     for needs in {needs!r}:

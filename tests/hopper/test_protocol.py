@@ -1,8 +1,8 @@
 """How ranks meet, give up and meet again: the kernels of symmetric.py and combine.py in Triton's interpreter.
 
 Two ranks share one memory, as peers do; each kernel runs to its end, so the tests let a rank wait only for
-what its peer has already done, or until the timeout. A process for each test: Triton decides at import whether
-it interprets.
+what its peer has already done, or until the timeout. A process for each test: Triton decides at import
+whether it interprets.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Rank:
         for name, shape, dtype in (
             ("mail", (2, 16), torch.int32), ("flags", (2, T // 16), torch.int32),
             ("ids", (T, K), torch.int32), ("weights", (T, K), torch.float32),
-            ("dweight", (T, K), torch.float32), ("x", (T, H), torch.bfloat16), ("partial", (1, T, H), torch.bfloat16),
+            ("dweight", (T, K), torch.float32), ("x", (T, H), torch.bfloat16),
+            ("partial", (1, T, H), torch.bfloat16),
         ):
             size = torch.Size(shape).numel() * dtype.itemsize // 4
             setattr(self, name, memory[at : at + size].view(dtype).view(shape))
@@ -84,6 +85,12 @@ class Rank:
     def raised(self):
         self.report.zero_()
         self.state[RAISED_AT] = 1
+
+    def meet(self, timeout=0.05):
+        symmetric.meet(
+            self.mail, self.delta, self.state, self.report, world=2, rank=self.rank, signature=16,
+            timeout_s=timeout, point=symmetric.READ,
+        )
 
     @property
     def call(self):
@@ -131,6 +138,20 @@ assert b.flags[0, 0] == a.state[0] and b.flags[0, 1] == 0, "chunk 0 is sent, and
 began = time.perf_counter()
 assert b.close(5.0).isnan().all() and time.perf_counter() - began < 2
 assert a.flags[1, 0] == b.state[0]
+for r in ranks:
+    r.raised()
+# Nor may it where the call ends without a combine.
+b.announce((b.call[0] + 1) << 20 | 1)
+for r in ranks:
+    r.publish(r is b)
+for r in ranks:
+    r.open()
+for r in ranks:
+    r.make_plan()
+    assert r.state[1] == 2
+began = time.perf_counter()
+a.meet(0.2)
+assert time.perf_counter() - began > 0.2 and a.report[0] == status.BAD_ID
 """
 
 DOOMED = """
