@@ -5,7 +5,7 @@
 
 A block is written as
 
-    <!-- results: step docs/benchmarks/step_30b_8layers.json -->
+    <!-- results: step docs/benchmarks/early_step_30b_8layers.json -->
     ...
     <!-- /results -->
 

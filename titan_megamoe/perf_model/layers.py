@@ -193,7 +193,7 @@ def _in_fp8(base: LayerTime, shape: LayerShape, precision: str, tokens: int, clu
     saved = cluster.rate("grouped_gemm").time(flops) - cluster.rate("fp8_gemm").time(flops)
     into = cluster.rate("hbm").time(3.0 * rows * (shape.hidden + shape.intermediate))
     out_of = cluster.rate("hbm").time(3.0 * rows * (shape.hidden + 2 * shape.intermediate))
-    doubt = ("fp8 kernels do not exist yet", 0.5)
+    doubt = ("fp8 layers not measured at this width", 0.5)
     forward = base.forward - (saved - into).doubted(*doubt) if precision == "fp8" else base.forward
     backward = base.backward - (saved - out_of).doubted(*doubt)
     return LayerTime(
