@@ -1,13 +1,11 @@
 """Times of the fused backend and its stages on this machine's GPUs, after a check of a sample of tokens.
 
-    python scripts/fused_stages.py [--models 30b,235b] [--tokens 16384] [--ways auto expanded ...]
+    python scripts/fused_stages.py [--models 30b,235b] [--tokens 16384] [--halves gathered,expanded]
 
 One process a GPU and model; the models' kernels are compiled side by side, then timed one after the other.
 Prints, per model: the error of y and of the gradients of a sample of tokens against fp64, median times of
-forward and backward for each way to compute them (in turn, so that all meet the same clocks), with uniform
-routing and with one expert that has half of all rows, and of every stage (CUDA events). A way is the
-forward's first half, auto, gathered or expanded, and after each + a GEMM that is a CUDA kernel:
-expanded+up+down+up_backward.
+forward and backward for each way to do the forward's first half (in turn, so that all meet the same clocks),
+with uniform routing and with one expert that has half of all rows, and of every stage (CUDA events).
 """
 
 from __future__ import annotations
@@ -33,13 +31,6 @@ from titan_megamoe.testing.ranks import RankPool
 
 MODELS = {"30b": (2048, 768), "235b": (4096, 1536)}
 EXPERTS, TOP_K = 128, 8
-WAYS = [
-    "gathered",
-    "gathered+down+up_backward",
-    "expanded",
-    "expanded+up",
-    "expanded+up+down+up_backward",
-]
 
 
 class Clock:
@@ -127,12 +118,6 @@ class Bench:
 kept: dict[str, Bench] = {}
 
 
-def take(backend: fused.FusedBackend, way: str) -> None:
-    """Let the backend compute in this way: "half" or "half+gemm+gemm"; "auto" leaves all to it."""
-    half, *cuda = way.split("+")
-    backend.first_half, backend.cuda = half, tuple(cuda) if cuda or half != "auto" else None
-
-
 def hot_routing(tokens: int, device, seed: int):
     """Routing in which expert 5 has half of all slots."""
     ids, weights = routing(tokens, device, seed)
@@ -140,7 +125,7 @@ def hot_routing(tokens: int, device, seed: int):
     return ids, weights
 
 
-def prepare(rank: int, world: int, model: str, tokens: int, ways: list[str]) -> None:
+def prepare(rank: int, world: int, model: str, tokens: int, halves: list[str]) -> None:
     """Compile all kernels and check a sample of tokens."""
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
@@ -155,22 +140,21 @@ def prepare(rank: int, world: int, model: str, tokens: int, ways: list[str]) -> 
     calls = [call_of(i) for i in range(4)]
     sample = torch.linspace(0, tokens - 1, 24).long().to(device)
     errors = []
-    for way in ways:
-        take(backend, way)
+    for half in halves:
+        backend.first_half = half
         y, saved = backend.forward(calls[0])
         grads = backend.backward(calls[0], saved, dy)
         torch.cuda.synchronize()
         errors.append(max(sample_error(calls[0], every, y, grads.x, grads.topk_weights, dy, sample)))
-        assert errors[-1] < 8e-3, f"{model}, {way}: relative error {errors[-1]:.1e} of a sample of tokens"
     kept[model] = Bench(backend, calls, [call_of(i, hot_routing) for i in range(2)], dy, errors)
 
 
-def whole(bench: Bench, calls: list[MoECall], ways: list[str], rounds: int) -> dict[str, list[float]]:
-    """Median ms of forward and of backward, by way."""
-    marks: dict[str, list[list[torch.cuda.Event]]] = {way: [] for way in ways}
+def whole(bench: Bench, calls: list[MoECall], halves: list[str], rounds: int) -> dict[str, list[float]]:
+    """Median ms of forward and of backward by first half."""
+    marks: dict[str, list[list[torch.cuda.Event]]] = {half: [] for half in halves}
     for i in range(rounds + 2):
-        for way in ways:
-            take(bench.backend, way)
+        for half in halves:
+            bench.backend.first_half = half
             events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
             torch.cuda.synchronize()
             dist.barrier()
@@ -182,17 +166,17 @@ def whole(bench: Bench, calls: list[MoECall], ways: list[str], rounds: int) -> d
             bench.backend.backward(call, saved, bench.dy)
             events[2].record()
             del saved
-            marks[way].append(events)
+            marks[half].append(events)
     torch.cuda.synchronize()
     return {
-        way: [
+        half: [
             statistics.median(e[at].elapsed_time(e[at + 1]) for e in events[2:]) for at in (0, 1)
         ]
-        for way, events in marks.items()
+        for half, events in marks.items()
     }  # fmt: skip
 
 
-def staged_forward(clock, call, gemms, name):
+def staged_forward(clock, call, half):
     """Every stage of a forward by itself; what the backward needs."""
     workspace, shape = fused._prepare(call)
     signature = fused._signature(call, shape, Phase.FORWARD)
@@ -211,20 +195,20 @@ def staged_forward(clock, call, gemms, name):
         "f plan", fused.build_plans, [plan], workspace.ids, workspace.weights, workspace.delta,
         workspace.state, workspace.report, signature,
     )  # fmt: skip
-    if gemms.expands:
-        clock(f"f expand ({name})", fused.expand, plan, x, workspace.x, workspace.delta, from_peers=peers,
-              out=rows, keep=recv)  # fmt: skip
-        clock(f"f gemm1 ({name})", gemms.up, rows, call.w1, call.w3, plan.row_weight, plan.tiles, out_h=h,
+    if half == "expanded":
+        clock("f expand", fused.expand, plan, x, workspace.x, workspace.delta, from_peers=peers, out=rows,
+              keep=recv)  # fmt: skip
+        clock("f gemm1", fused.gemm_up, rows, call.w1, call.w3, plan.row_weight, plan.tiles, out_h=h,
               out_gu=gate_up)  # fmt: skip
     else:
-        clock(f"f dispatch+gemm1 ({name})", fused.dispatch_gemm1, plan, workspace, x, call.w1, call.w3,
-              recv=recv, out_h=h, out_gu=gate_up)  # fmt: skip
-    clock(f"f gemm2 ({name})", gemms.down, h, call.w2, plan.tiles, out=rows)
+        clock("f dispatch+gemm1", fused.dispatch_gemm1, plan, workspace, x, call.w1, call.w3, recv=recv,
+              out_h=h, out_gu=gate_up)  # fmt: skip
+    clock("f gemm2", fused.gemm_down, h, call.w2, plan.tiles, out=rows)
     clock("f combine", fused.combine, plan, workspace, call.topk_ids, signature, 20.0, rows=rows, out=y)
     return workspace, plan, gate_up, recv
 
 
-def staged_backward(clock, call, dy, gemms, name, workspace, plan, gate_up, recv):
+def staged_backward(clock, call, dy, workspace, plan, gate_up, recv):
     """Every stage of a backward by itself, one after the other."""
     signature = fused._signature(call, plan.shape, Phase.BACKWARD)
     peers = plan.shape.world > 1
@@ -236,7 +220,7 @@ def staged_backward(clock, call, dy, gemms, name, workspace, plan, gate_up, recv
     dgu, h, dw = clock("b gemm2T", fused.gemm_down_backward, dy_RH, call.w2, gate_up[0], gate_up[1],
                        plan.row_weight, plan.tiles)  # fmt: skip
     clock("b dW2", fused.wgrad_down, dy_RH, h, plan.tiles)
-    rows = clock(f"b gemm1T ({name})", gemms.up_backward, dgu, call.w1, call.w3, plan.tiles, out=dy_RH)
+    rows = clock("b gemm1T", fused.gemm_up_backward, dgu, call.w1, call.w3, plan.tiles, out=dy_RH)
     dx, dweights = torch.empty_like(dy), torch.empty_like(call.topk_weights)
     clock(
         "b combine", fused.combine, plan, workspace, call.topk_ids, signature, 20.0, rows=rows,
@@ -246,26 +230,25 @@ def staged_backward(clock, call, dy, gemms, name, workspace, plan, gate_up, recv
     clock("b dW13", fused.wgrad_up, dgu, x_RH, plan.tiles)
 
 
-def times(rank: int, model: str, ways: list[str]) -> list[str]:
+def times(rank: int, model: str, halves: list[str]) -> list[str]:
     bench = kept.pop(model)
-    lines = [f"  sample errors ({way}) {error:.1e}" for way, error in zip(ways, bench.errors, strict=True)]
+    lines = [
+        f"  sample errors ({half}) {error:.1e}" for half, error in zip(halves, bench.errors, strict=True)
+    ]
     for name, calls in (("uniform", bench.calls), ("one hot expert", bench.hot)):
-        for way, (forward, backward) in whole(bench, calls, ways, 12 if name == "uniform" else 6).items():
-            lines.append(f"  {name:15s} {way:36s} forward {forward:7.3f}  backward {backward:7.3f}")
+        for half, (forward, backward) in whole(bench, calls, halves, 12 if name == "uniform" else 6).items():
+            lines.append(f"  {name:15s} {half:9s} forward {forward:7.3f}  backward {backward:7.3f}")
     clock = Clock()
     for i in range(8):
         if i == 2:
             clock.times.clear()
-        for way in ways:
+        for half in halves:
             torch.cuda.synchronize()
             dist.barrier()
             torch.cuda._sleep(20_000_000)
             call = bench.calls[i % 4]
-            take(bench.backend, way)
-            gemms = bench.backend.gemms(call)
-            forward = staged_forward(clock, call, gemms, way)
-            staged_backward(clock, call, bench.dy, gemms, way, *forward)
-    lines += [f"  {name:52s} {value:7.3f}" for name, value in clock.medians().items()]
+            staged_backward(clock, call, bench.dy, *staged_forward(clock, call, half))
+    lines += [f"  {name:18s} {value:7.3f}" for name, value in clock.medians().items()]
     dist.barrier()
     return lines
 
@@ -275,19 +258,19 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=torch.cuda.device_count())
     parser.add_argument("--models", default="30b,235b")
     parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--ways", nargs="+", default=WAYS)
+    parser.add_argument("--halves", default="gathered,expanded")
     args = parser.parse_args()
-    models, ways = args.models.split(","), args.ways
+    models, halves = args.models.split(","), args.halves.split(",")
     pools = {model: RankPool(args.world, "cuda", timeout_s=300) for model in models}
     try:
         with ThreadPoolExecutor() as threads:
             made = [
-                threads.submit(pools[m].run, prepare, args.world, m, args.tokens, ways) for m in models
+                threads.submit(pools[m].run, prepare, args.world, m, args.tokens, halves) for m in models
             ]  # fmt: skip
             for each in made:
                 each.result()
         for model in models:
-            results = pools[model].run(times, model, ways)
+            results = pools[model].run(times, model, halves)
             print(f"== {model}, T={args.tokens}, EP={args.world}")
             for row in zip(*results, strict=True):
                 print("   |   ".join(row), flush=True)

@@ -18,7 +18,6 @@ if shutil.which("g++") is None:
 
 from cuda_on_cpu import kernels
 
-from titan_megamoe.backends.hopper.cuda_kernels import Build
 from titan_megamoe.backends.hopper.fp8_gemm import Fp8Rows, gemm_plain_fp8, gemm_up_fp8
 from titan_megamoe.backends.hopper.tiles import tiles_from_counts
 from titan_megamoe.errors import ConfigError
@@ -50,16 +49,6 @@ def test_tails_swizzles_or_scales_are_wrong(hidden, intermediate, counts):
     errors = chain_errors(experts, run_chain(experts))
     assert set(errors) == {"gate", "up", "o", "dx", "dweight", "dw1", "dw3", "dw2"}
     assert all(error <= LIMIT / 4 for error in errors.values()), errors
-
-
-@pytest.mark.parametrize("build", [Build(4), Build(3, 2)])
-def test_other_builds_give_other_bits(build):
-    experts = make_experts(272, 400, [33, 70])
-    usual, other = run_chain(experts), run_chain(experts, build=build)
-    for span in experts.spans():
-        assert torch.equal(usual.o[span], other.o[span]) and torch.equal(usual.dx[span], other.dx[span])
-        assert usual.h16 is not None and other.h16 is not None
-        assert torch.equal(usual.h16[span], other.h16[span])
 
 
 def test_frozen_parameters_change_other_gradients():
@@ -133,7 +122,7 @@ def test_no_tile_hangs():
         ("", "", None),
         ("    fence_async_proxy();\n", "", "without a fence"),
         ("s.empty(at.stage), at.round ^ 1", "s.empty(at.stage), at.round", "every thread waits"),
-        ("s.empty(i), WARPS * CLUSTER", "s.empty(i), WARPS / 2", "every thread waits"),
+        ("s.empty(i), WARPS", "s.empty(i), WARPS / 2", "every thread waits"),
         ("wgmma_wait();\n            pin(product);\n            promote(sums.left", "promote(sums.left",
          "wrong result"),
     ],

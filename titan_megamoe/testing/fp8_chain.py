@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.hopper.cuda_kernels import DEFAULT_BUILD, Build
 from ..backends.hopper.fp8_gemm import Fp8Rows, gemm_down_backward_fp8, gemm_plain_fp8, gemm_up_fp8
 from ..backends.hopper.fp8_quantize import QuantizedWeight
 from ..backends.hopper.tiles import BLOCK_M, PoolTiles, tiles_from_counts
@@ -111,21 +110,20 @@ def run_chain(
     need_grads: bool = True,
     need_h: bool = True,
     need_dw: bool = True,
-    build: Build = DEFAULT_BUILD,
     quantize_rows: Callable[[Tensor], Fp8Rows] = reference_rows,
     quantize_weights: Callable[[Any], QuantizedWeight] = reference_weights,
 ) -> Chain:
     """All kernels on the current device."""
     tiles = experts.tiles
     w13, w2 = quantize_weights([experts.w1, experts.w3]), quantize_weights([experts.w2])
-    h, gate_up = gemm_up_fp8(quantize_rows(experts.x), w13, experts.weight, tiles, build=build)
+    h, gate_up = gemm_up_fp8(quantize_rows(experts.x), w13, experts.weight, tiles)
     assert gate_up is not None
-    o = gemm_plain_fp8(h, w2.data, w2.scale, tiles, build=build)
+    o = gemm_plain_fp8(h, w2.data, w2.scale, tiles)
     back = gemm_down_backward_fp8(
         quantize_rows(experts.dy), w2, gate_up, experts.weight, tiles,
-        need_grads=need_grads, need_h=need_h, need_dw=need_dw, build=build,
+        need_grads=need_grads, need_h=need_h, need_dw=need_dw,
     )  # fmt: skip
-    dx = gemm_plain_fp8(back.dgu, w13.data_t, w13.scale_t, tiles, build=build)
+    dx = gemm_plain_fp8(back.dgu, w13.data_t, w13.scale_t, tiles)
     dweight = None if back.dw_parts is None else back.dw_parts.sum(0)
     return Chain(gate_up, h, o, back.dgu, back.dgu16, back.h_RI, dweight, dx)
 

@@ -52,7 +52,7 @@ def build(
         text = text.replace(*change)
     text += (
         f'extern "C" const char* launch(int blocks, u64 seed, void** a) {{'
-        f" return launch_all({name}, CLUSTER, blocks, seed, a); }}\n"
+        f" return launch_all({name}, blocks, seed, a); }}\n"
     )
     stem = folder / "_".join([name, *defines])
     stem.with_suffix(".cpp").write_text(text)
@@ -69,10 +69,8 @@ def run_on_cpu(monkeypatch: Any, folder: Path) -> None:
     """From here on the callers of cuda_kernels.py launch kernels on the CPU."""
 
     @functools.cache
-    def kernel(
-        name: str, kinds: tuple[str, ...], device: Any, how: Any, defines: tuple[str, ...]
-    ) -> CpuKernel:
-        return CpuKernel(build(folder, name, how.defines + defines), name, kinds)
+    def kernel(name: str, kinds: tuple[str, ...], device: Any, defines: tuple[str, ...]) -> CpuKernel:
+        return CpuKernel(build(folder, name, defines), name, kinds)
 
     monkeypatch.setattr(cuda_kernels, "_kernel", kernel)
     monkeypatch.setattr(cuda_kernels, "tensor_map", CpuMap)

@@ -1,9 +1,8 @@
-// Runs the CUDA kernels on a CPU: a stand-in for cuda/ptx.cuh, one fiber per thread of a cluster.
+// Runs the CUDA kernels on a CPU: a stand-in for cuda/ptx.cuh, one fiber per thread of a block.
 //
 // What it shows: indices, swizzles, fragments, tails, the ring's protocol. It is stricter than a GPU where it can
 // be: copies and products take effect late and poison their targets until then, a bulk store that reads shared
-// bytes that no fence made visible is an error, and so are a cluster in which every thread waits and an access to
-// a block that has ended.
+// bytes that no fence made visible is an error, and so is a block in which every thread waits.
 // What it can't show: timing, and what its author believes wrongly of the hardware.
 
 #include <ucontext.h>
@@ -28,7 +27,6 @@ using u64 = unsigned long long;
 #define __grid_constant__
 #define __shared__
 #define __launch_bounds__(...)
-#define __cluster_dims__(...)
 #define __align__(n) __attribute__((aligned(n)))
 
 // The host fills: address; extents, x first; bytes from y to y + 1 and z to z + 1; box; bytes of an element.
@@ -43,12 +41,11 @@ static Index threadIdx, blockIdx, gridDim;
 
 constexpr u32 SHARED_SIZE = 227 * 1024;
 extern unsigned char shared[];
-alignas(1024) unsigned char shared[SHARED_SIZE];  // what kernels name; each block's bytes are in `memories`
+alignas(1024) unsigned char shared[SHARED_SIZE];
 
 // --- fibers -----------------------------------------------------------------------------------------------
 
-constexpr int BLOCK_THREADS = 384, MAX_BLOCKS = 2, MAX_THREADS = BLOCK_THREADS * MAX_BLOCKS;
-static int cluster_blocks = 1, first_block = 0;
+constexpr int BLOCK_THREADS = 384;
 static std::string error;
 static u64 progress;  // grows with everything that a waiting thread could wait for
 static u64 random_state = 1;
@@ -70,18 +67,13 @@ struct Store {
     int at[3];
 };
 
-// One wgmma of a thread; d[0] has its part of the first 128 columns, d[1] of the next, if there are any.
 struct Product {
-    float* d[2];
+    float* d;
     u64 a, b;
     u32 add;
-    int bytes_of_element;
-    bool along_n;
-    u64 group;
 };
 
 struct Group {
-    int block;
     std::vector<Store> stores;
     bool read = false;
 };
@@ -91,25 +83,16 @@ struct Fiber {
     std::vector<char> stack;
     bool done = false;
     std::vector<u32> unfenced;
-    std::deque<Product> products;
-    u64 committed = 0;  // groups
+    std::vector<Product> products;
     std::vector<Store> stores;
     std::vector<Group*> groups;
 };
 
-static Fiber fibers[MAX_THREADS];
+static Fiber fibers[BLOCK_THREADS];
 static ucontext_t main_context;
 static int current;
-static unsigned char memories[MAX_BLOCKS][SHARED_SIZE];
-
-static int this_block() { return current / BLOCK_THREADS; }
-static unsigned char* memory() { return memories[this_block()]; }
-static void enter(int thread) {
-    current = thread;
-    threadIdx.x = thread % BLOCK_THREADS;
-    blockIdx.x = first_block + thread / BLOCK_THREADS;
-}
-static Rendezvous warps[MAX_THREADS / 32], groups_of_warps[MAX_THREADS / 128], block_barriers[MAX_BLOCKS], cluster_barrier;
+static void enter(int thread) { current = threadIdx.x = thread; }
+static Rendezvous warps[BLOCK_THREADS / 32], groups_of_warps[BLOCK_THREADS / 128], block_barrier;
 static std::deque<Group> all_groups;
 
 static void yield_fiber() {
@@ -149,8 +132,7 @@ static float float_of(u32 b) {
     return x;
 }
 
-DEVICE void __syncthreads() { meet(block_barriers[this_block()], BLOCK_THREADS, 0, 0, 0); }
-DEVICE void cluster_sync() { meet(cluster_barrier, BLOCK_THREADS * cluster_blocks, 0, 0, 0); }
+DEVICE void __syncthreads() { meet(block_barrier, BLOCK_THREADS, 0, 0, 0); }
 DEVICE void __syncwarp() { meet(warps[current / 32], 32, current % 32, 0, 0); }
 DEVICE u32 __shfl_sync(u32, u32 value, int lane) {
     return meet(warps[current / 32], 32, current % 32, value, lane);
@@ -177,20 +159,12 @@ struct Barrier {
         }
     }
 };
-static Barrier barriers[MAX_BLOCKS][SHARED_SIZE / 8];
+static Barrier barriers[SHARED_SIZE / 8];
 
-// Whether some thread of a block still runs: only then has the block any shared memory.
-static bool has_ended(int block) {
-    for (int i = 0; i < BLOCK_THREADS; ++i)
-        if (!fibers[block * BLOCK_THREADS + i].done) return false;
-    return true;
-}
-static Barrier& barrier_at(u32 address, int block) {
+static Barrier& barrier_at(u32 address) {
     if (address % 8 && error.empty()) error = "a barrier is misaligned";
-    if (has_ended(block) && error.empty()) error = "a block that has ended is reached";
-    return barriers[block][address / 8];
+    return barriers[address / 8];
 }
-static Barrier& barrier_at(u32 address) { return barrier_at(address, this_block()); }
 
 DEVICE u32 shared_address(const void* pointer) { return u32((const unsigned char*)pointer - shared); }
 DEVICE void barrier_init(u32 barrier, u32 arrivals) {
@@ -199,11 +173,6 @@ DEVICE void barrier_init(u32 barrier, u32 arrivals) {
 DEVICE void fence_barrier_init() {}
 DEVICE void barrier_arrive(u32 barrier) {
     Barrier& b = barrier_at(barrier);
-    if (--b.pending < 0) fail("too many arrivals on a barrier");
-    b.check();
-}
-DEVICE void barrier_arrive_at(u32 barrier, u32 rank) {
-    Barrier& b = barrier_at(barrier, int(rank));
     if (--b.pending < 0) fail("too many arrivals on a barrier");
     b.check();
 }
@@ -220,7 +189,7 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
 static u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
 
 static std::deque<std::function<void()>> pending_loads;
-static std::vector<char> unfenced[MAX_BLOCKS] = {std::vector<char>(SHARED_SIZE), std::vector<char>(SHARED_SIZE)};
+static std::vector<char> unfenced(SHARED_SIZE);
 
 template <typename Visit>
 static void for_box(const TensorMap& map, u32 base, const int (&at)[3], Visit visit) {
@@ -237,35 +206,26 @@ static void for_box(const TensorMap& map, u32 base, const int (&at)[3], Visit vi
         }
 }
 
-static void start_load(int block, u32 to, const TensorMap& map, u32 barrier, int x, int y, int z) {
+DEVICE void load_box(u32 to, const TensorMap& map, u32 barrier, int x, int y, int z) {
     const int at[3] = {x, y, z};
-    for_box(map, to, at, [&](u32 s, char*) { memset(memories[block] + s, 0xFF, map.element); });
+    for_box(map, to, at, [&](u32 s, char*) { memset(shared + s, 0xFF, map.element); });
     pending_loads.push_back([=] {
         for_box(map, to, at, [&](u32 s, char* g) {
-            if (g) memcpy(memories[block] + s, g, map.element);
-            else memset(memories[block] + s, 0, map.element);
+            if (g) memcpy(shared + s, g, map.element);
+            else memset(shared + s, 0, map.element);
         });
-        Barrier& b = barrier_at(barrier, block);
+        Barrier& b = barrier_at(barrier);
         b.bytes -= long(map.box[1]) * 128;
         b.check();
     });
 }
-DEVICE void load_box(u32 to, const TensorMap& map, u32 barrier, int x, int y, int z) {
-    start_load(this_block(), to, map, barrier, x, y, z);
-}
-DEVICE void load_box_into(u32 to, const TensorMap& map, u32 barrier, int x, int y, int z, u16 blocks) {
-    if (blocks == 0 || blocks >> cluster_blocks) fail("no such block in the cluster");
-    for (int block = 0; block < cluster_blocks; ++block)
-        if (blocks >> block & 1) start_load(block, to, map, barrier, x, y, z);
-}
 
 DEVICE void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
     if (to % 16 || u64(from) % 16 || bytes % 16) fail("a bulk copy is misaligned");
-    const int block = this_block();
-    memset(memories[block] + to, 0xFF, bytes);
+    memset(shared + to, 0xFF, bytes);
     pending_loads.push_back([=] {
-        memcpy(memories[block] + to, from, bytes);
-        Barrier& b = barrier_at(barrier, block);
+        memcpy(shared + to, from, bytes);
+        Barrier& b = barrier_at(barrier);
         b.bytes -= bytes;
         b.check();
     });
@@ -276,7 +236,7 @@ DEVICE void store_box(const TensorMap& map, u32 from, int x, int y, int z) {
 }
 
 DEVICE void store_commit() {
-    all_groups.push_back(Group{this_block(), std::move(fibers[current].stores)});
+    all_groups.push_back(Group{std::move(fibers[current].stores)});
     fibers[current].stores.clear();
     fibers[current].groups.push_back(&all_groups.back());
 }
@@ -285,8 +245,8 @@ static void perform(Group& group) {
     for (const Store& s : group.stores)
         for_box(s.map, s.from, s.at, [&](u32 at, char* g) {
             for (u64 i = 0; i < s.map.element; ++i)
-                if (unfenced[group.block][at + i] && error.empty()) error = "a bulk store reads bytes without a fence";
-            if (g) memcpy(g, memories[group.block] + at, s.map.element);
+                if (unfenced[at + i] && error.empty()) error = "a bulk store reads bytes without a fence";
+            if (g) memcpy(g, shared + at, s.map.element);
         });
     group.read = true;
     ++progress;
@@ -301,7 +261,7 @@ DEVICE void store_wait_read() {
 DEVICE void store_wait_all() { store_wait_read<0>(); }
 
 DEVICE void fence_async_proxy() {
-    for (u32 byte : fibers[current].unfenced) unfenced[this_block()][byte] = 0;
+    for (u32 byte : fibers[current].unfenced) unfenced[byte] = 0;
     fibers[current].unfenced.clear();
 }
 
@@ -315,9 +275,8 @@ DEVICE void registers_down() {}
 DEVICE u64 operand(u32 address) {
     return u64((address & 0x3FFFF) >> 4) | u64(1024 >> 4) << 32 | u64(1) << 62;
 }
-DEVICE u64 operand_along_n(u32 address, u32 stride) { return operand(address) | u64(stride >> 4) << 16; }
 DEVICE void wgmma_fence() {}
-DEVICE void wgmma_commit() { ++fibers[current].committed; }
+DEVICE void wgmma_commit() {}
 template <int N>
 DEVICE void pin(float (&)[N]) {}
 
@@ -330,64 +289,45 @@ static float e4m3_value(int byte) {
     return byte & 0x80 ? -magnitude : magnitude;
 }
 
-// The element of row `row` of an operand that is `k` elements along K, of 32 bytes of K.
-static float operand_element(u64 operand, int row, int k, int bytes, bool along_n) {
+// Element `k` of row `row` of an operand, of 32 along K.
+static float operand_element(u64 operand, int row, int k) {
     const u32 start = u32(operand & 0x3FFF) << 4, stride = u32(operand >> 32 & 0x3FFF) << 4;
-    const u32 leading = u32(operand >> 16 & 0x3FFF) << 4;
-    const u32 at = along_n ? start + row / 64 * leading + k / 8 * stride + k % 8 * 128 + row % 64 * bytes
-                           : start + row / 8 * stride + row % 8 * 128 + k * bytes;
-    const unsigned char* p = memory() + swizzled(at);
-    return bytes == 1 ? e4m3_table[*p] : float_of(u32(p[0] | p[1] << 8) << 16);
+    return e4m3_table[shared[swizzled(start + row / 8 * stride + row % 8 * 128 + k)]];
 }
 
-static void start_product(const Product& product) {
-    Fiber& me = fibers[current];
-    me.products.push_back(product);
-    me.products.back().group = me.committed;
-    if (!product.add)
-        for (float* d : product.d)
-            for (int i = 0; d && i < 64; ++i) d[i] = NAN;
-}
 DEVICE void wgmma_m64n128k32(float (&d)[64], u64 a, u64 b, u32 add) {
-    start_product({{d, nullptr}, a, b, add, 1, false, 0});
-}
-template <bool ALONG_N>
-DEVICE void wgmma_m64n256k16(float (&left)[64], float (&right)[64], u64 a, u64 b, u32 add) {
-    start_product({{left, right}, a, b, add, 2, ALONG_N, 0});
+    fibers[current].products.push_back({d, a, b, add});
+    if (!add)
+        for (float& x : d) x = NAN;
 }
 
 static void multiply_now(const Product& p) {
-    const int thread = current % 128, depth = 32 / p.bytes_of_element;
+    const int thread = current % 128;
     float a[2][32];
     for (int i = 0; i < 2; ++i)
-        for (int k = 0; k < depth; ++k)
-            a[i][k] = operand_element(p.a, thread / 32 * 16 + thread % 32 / 4 + 8 * i, k, p.bytes_of_element, false);
-    for (int half = 0; half < 2 && p.d[half]; ++half)
-        for (int j = 0; j < 16; ++j)
-            for (int c = 0; c < 2; ++c) {
-                const int column = 128 * half + 8 * j + 2 * (thread % 4) + c;
-                float sum[2];
-                for (int i = 0; i < 2; ++i) sum[i] = p.add ? p.d[half][4 * j + 2 * i + c] : 0.f;
-                for (int k = 0; k < depth; ++k) {
-                    const float b = operand_element(p.b, column, k, p.bytes_of_element, p.along_n);
-                    for (int i = 0; i < 2; ++i) sum[i] += a[i][k] * b;
-                }
-                for (int i = 0; i < 2; ++i) p.d[half][4 * j + 2 * i + c] = sum[i];
+        for (int k = 0; k < 32; ++k)
+            a[i][k] = operand_element(p.a, thread / 32 * 16 + thread % 32 / 4 + 8 * i, k);
+    for (int j = 0; j < 16; ++j)
+        for (int c = 0; c < 2; ++c) {
+            float sum[2];
+            for (int i = 0; i < 2; ++i) sum[i] = p.add ? p.d[4 * j + 2 * i + c] : 0.f;
+            for (int k = 0; k < 32; ++k) {
+                const float b = operand_element(p.b, 8 * j + 2 * (thread % 4) + c, k);
+                for (int i = 0; i < 2; ++i) sum[i] += a[i][k] * b;
             }
+            for (int i = 0; i < 2; ++i) p.d[4 * j + 2 * i + c] = sum[i];
+        }
 }
 
 // Products take effect here and no sooner: an operand that is overwritten before was released too early.
-template <int PENDING = 0>
 DEVICE void wgmma_wait() {
     Rendezvous& group = groups_of_warps[current / 128];
     Fiber& me = fibers[current];
     const int thread = current % 128;
     const u32 first = u32(me.products.empty() ? 0 : me.products[0].a ^ me.products[0].b << 7);
     if (meet(group, 128, thread, first, 0) != first) fail("threads of a warpgroup multiply different operands");
-    while (!me.products.empty() && me.products[0].group + PENDING < me.committed) {
-        multiply_now(me.products[0]);
-        me.products.pop_front();
-    }
+    for (const Product& product : me.products) multiply_now(product);
+    me.products.clear();
     meet(group, 128, thread, 0, 0);
 }
 
@@ -395,19 +335,19 @@ DEVICE void wgmma_wait() {
 
 DEVICE float load_shared(u32 address) {
     float x;
-    memcpy(&x, memory() + address, 4);
+    memcpy(&x, shared + address, 4);
     return x;
 }
 DEVICE u32 load_shared_word(u32 address) {
     u32 x;
-    memcpy(&x, memory() + address, 4);
+    memcpy(&x, shared + address, 4);
     return x;
 }
 static void store_shared(u32 address, const void* value, u32 bytes) {
     if (address % bytes) fail("a shared store is misaligned");
-    memcpy(memory() + address, value, bytes);
+    memcpy(shared + address, value, bytes);
     for (u32 i = 0; i < bytes; ++i) {
-        unfenced[this_block()][address + i] = 1;
+        unfenced[address + i] = 1;
         fibers[current].unfenced.push_back(address + i);
     }
 }
@@ -473,22 +413,19 @@ static void engine_step() {
         }
 }
 
-static void run_cluster() {
-    const int threads = BLOCK_THREADS * cluster_blocks;
+static void run_block() {
     error.clear();
     pending_loads.clear();
     all_groups.clear();
-    memset(memories, 0xFF, sizeof memories);
-    for (auto& bytes : unfenced) std::fill(bytes.begin(), bytes.end(), 0);
+    memset(shared, 0xFF, SHARED_SIZE);
+    std::fill(unfenced.begin(), unfenced.end(), 0);
     for (auto& w : warps) w = Rendezvous{};
     for (auto& g : groups_of_warps) g = Rendezvous{};
-    for (auto& b : block_barriers) b = Rendezvous{};
-    cluster_barrier = Rendezvous{};
-    for (int i = 0; i < threads; ++i) {
+    block_barrier = Rendezvous{};
+    for (int i = 0; i < BLOCK_THREADS; ++i) {
         Fiber& f = fibers[i];
         f.done = false;
         f.unfenced.clear(), f.products.clear(), f.stores.clear(), f.groups.clear();
-        f.committed = 0;
         f.stack.resize(128 * 1024);
         getcontext(&f.context);
         f.context.uc_stack.ss_sp = f.stack.data();
@@ -497,11 +434,11 @@ static void run_cluster() {
         makecontext(&f.context, fiber_main, 0);
     }
     int idle = 0;
-    int stalled[MAX_THREADS / 32] = {};  // rounds that a warp rests: warps drift apart as on a GPU
+    int stalled[BLOCK_THREADS / 32] = {};  // rounds that a warp rests: warps drift apart as on a GPU
     while (error.empty()) {
         const u64 before = progress;
         bool alive = false;
-        for (int i = 0; i < threads; ++i) {
+        for (int i = 0; i < BLOCK_THREADS; ++i) {
             if (fibers[i].done) continue;
             alive = true;
             if (i % 32 == 0) {
@@ -533,14 +470,13 @@ static void call(void (*kernel)(A...), void** arguments, std::index_sequence<I..
 }
 
 template <typename... A>
-static const char* launch_all(void (*kernel)(A...), int cluster, int blocks, u64 seed, void** arguments) {
+static const char* launch_all(void (*kernel)(A...), int blocks, u64 seed, void** arguments) {
     for (int i = 0; i < 256; ++i) e4m3_table[i] = e4m3_value(i);
     random_state = seed;
     gridDim.x = blocks;
-    cluster_blocks = cluster;
     body = [=] { call(kernel, arguments, std::index_sequence_for<A...>{}); };
-    for (first_block = 0; first_block < blocks; first_block += cluster) {
-        run_cluster();
+    for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
+        run_block();
         if (!error.empty()) break;
     }
     return error.c_str();

@@ -33,29 +33,37 @@ from .combine import combine
 from .dispatch_gemm1 import dispatch_gemm1
 from .expand import expand
 from .gemm_common import SPECIALIZED, check_dims, grid_size, operand
-from .gemm_down_backward import gemm_down_backward
-from .gemms import Gemms, choose
+from .gemms import gemm_down, gemm_down_backward, gemm_up, gemm_up_backward, wgrad_down, wgrad_up
 from .passes import number_of_passes, plans_over, received, recv_rows
 from .plan_kernels import build_plans
 from .side import beside, join, now
 from .symmetric import READ, TOKENS, meet, open_call, publish
-from .wgrad import wgrad_down, wgrad_up
+
+EXPAND_FROM: int | None = None
+"""H · I from which GEMM1 over dense rows gains more than the expansion costs. None: from nowhere, as long as
+the dense GEMM is not faster than the gathering one."""
 
 
 class FusedBackend(StagedBackend):
     """Hopper GPUs of one NVLink domain.
 
     Attributes:
-        first_half, cuda: what to take instead of the choice by H and I, see `gemms.choose`; the same on all
-            ranks.
+        first_half: what dispatch and GEMM1 of a forward are: "gathered" (dispatch_gemm1.py), "expanded" (rows
+            into the pool first, then a dense GEMM), or "auto", which decides from H and I.
     """
 
     name = "fused"
-    first_half: str = "auto"
-    cuda: tuple[str, ...] | None = None
+    first_half = "auto"
 
-    def gemms(self, call: MoECall) -> Gemms:
-        return choose(call.hidden, call.intermediate, self.first_half, self.cuda)
+    def expands(self, call: MoECall) -> bool:
+        """Whether a forward expands its rows before GEMM1 instead of gathering them in it.
+
+        Results differ by rounding at most, what is saved not at all. Decided from the shapes alone, so all
+        ranks do the same.
+        """
+        if self.first_half != "auto":
+            return self.first_half == "expanded"
+        return EXPAND_FROM is not None and call.hidden * call.intermediate >= EXPAND_FROM
 
     def unavailable(
         self, device: torch.device, group: dist.ProcessGroup | None, config: MegaMoEConfig
@@ -91,7 +99,7 @@ class FusedBackend(StagedBackend):
         config, shared = call.config, shape.world > 1
         signature = _signature(call, shape, Phase.FORWARD if save else Phase.INFERENCE)
         passes = number_of_passes(shape, config)
-        x, reserved, gemms = call.x, config.reserved_sms, self.gemms(call)
+        x, reserved = call.x, config.reserved_sms
         flat = torch.empty(passes * shape.words, dtype=torch.int32, device=x.device)
         plans = plans_over(flat, shape)
         y = torch.empty_like(x)
@@ -102,7 +110,7 @@ class FusedBackend(StagedBackend):
 
         def down(index: int) -> None:
             plan = plans[index]
-            gemms.down(h, w2, plan.tiles, out=rows, reserved_sms=reserved)
+            gemm_down(h, w2, plan.tiles, out=rows, reserved_sms=reserved)
             combine(
                 plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=y,
                 pass_index=index, passes=passes,
@@ -132,12 +140,12 @@ class FusedBackend(StagedBackend):
                 here: dict[str, Any] = dict(pass_index=index, passes=passes)
                 arrived = received(recv, shape, index)
                 kept = None if index else gate_up  # later passes compute gate and up again
-                if gemms.expands:
+                if self.expands(call):
                     expand(
                         plan, x, workspace.x, workspace.delta, from_peers=shared, out=rows, keep=arrived,
                         **here,
                     )  # fmt: skip
-                    gemms.up(
+                    gemm_up(
                         rows, w1, w3, plan.row_weight, plan.tiles, save=kept is not None, out_h=h,
                         out_gu=kept, reserved_sms=reserved,
                     )  # fmt: skip
@@ -164,7 +172,7 @@ class FusedBackend(StagedBackend):
         flat, first_gate_up, recv = saved
         needs, config, shared = call.needs, call.config, shape.world > 1
         signature, reserved = _signature(call, shape, Phase.BACKWARD), config.reserved_sms
-        plans, gemms = plans_over(flat, shape), self.gemms(call)
+        plans = plans_over(flat, shape)
         passes = len(plans)
         need_w13 = needs.w1 or needs.w3
         need_data = needs.x or needs.topk_weights or need_w13
@@ -192,7 +200,7 @@ class FusedBackend(StagedBackend):
                     assert x_RH is not None and gate_up_again is not None
                     gate_up = gate_up_again
                     expand(plan, call.x, arrived, workspace.delta, from_peers=False, out=x_RH, **guarded)
-                    gemms.up(
+                    gemm_up(
                         x_RH,
                         w1,
                         w3,
@@ -221,7 +229,7 @@ class FusedBackend(StagedBackend):
                 if needs.x:
                     assert dgu is not None
                     # dy's rows are not needed any more: their memory takes the rows of dx.
-                    rows = gemms.up_backward(dgu, w1, w3, plan.tiles, out=dy_RH, reserved_sms=reserved)
+                    rows = gemm_up_backward(dgu, w1, w3, plan.tiles, out=dy_RH, reserved_sms=reserved)
                 close = functools.partial(
                     combine, plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=dx,
                     dweight_parts=None if dw_R is None else dw_R.view(1, -1), dweight=dweights, **here,

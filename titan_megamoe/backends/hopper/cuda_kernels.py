@@ -1,7 +1,7 @@
 """The CUDA kernels of cuda/: how they are built, launched and given their tensors.
 
-A kernel's text is ptx.cuh, ring.cuh, the loop of its family (the first word of its name: bf16 or fp8) and its
-own file; it needs nvcc or NVRTC once (jit/). Nothing here checks the GPU: the backend does.
+A kernel's text is its ring's sizes, ptx.cuh, ring.cuh, fp8_gemm.cuh and its own file; it needs nvcc or NVRTC
+once (jit/). Nothing here checks the GPU: the backend does.
 """
 
 from __future__ import annotations
@@ -19,45 +19,52 @@ from .jit import Kernel, load_kernel, tensor_map
 from .jit.tensor_map import ROW_BYTES, TensorMap
 
 THREADS = 384
-SHARED_BYTES = {3: 230_960, 4: 231_488}
-"""Dynamic shared memory of every kernel by stages of its ring; SHARED_BYTES of cuda/ring.cuh."""
 COLUMN_BLOCK = 128
 """Columns of a column block; a tile has two."""
 STORE_ROWS = 16
+WARPS = 8
+"""Warps of a block that multiply."""
 
 
-class Build(NamedTuple):
-    """How the kernels are compiled; every build gives the same bits.
+class Ring(NamedTuple):
+    """How a kernel spends shared memory.
 
     Attributes:
-        stages: depth of the ring, 3 or 4; with 4 the results have less room on their way out.
-        cluster: blocks that share a weight's way from L2, 1 or 2.
+        stages: of the ring; 48 KB of operands each.
+        pieces: 2 KB of results a warp can have on their way out.
+        scales: fp32 scales that come with a stage.
     """
 
     stages: int = 3
-    cluster: int = 1
+    pieces: int = 5
+    scales: int = COLUMN_BLOCK
 
     @property
-    def defines(self) -> tuple[str, ...]:
-        return ("FOUR_STAGES",) * (self.stages == 4) + ("PAIRED",) * (self.cluster == 2)
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block; SHARED_BYTES of cuda/ring.cuh."""
+        stage = 3 * COLUMN_BLOCK * ROW_BYTES + 4 * self.scales + 2 * 8
+        return self.stages * stage + WARPS * self.pieces * STORE_ROWS * ROW_BYTES
 
 
-DEFAULT_BUILD = Build()
+RINGS = {"fp8_down_backward": Ring(stages=4, pieces=2)}
+"""Of the kernels to which another ring than the default is better; docs/experiments_gemm.md."""
+
+
+def ring(name: str) -> Ring:
+    return RINGS.get(name, Ring())
 
 
 @functools.cache
 def cuda_source(name: str) -> str:
     """The whole text of a kernel: what it shares with the others, then its own file."""
     folder = Path(__file__).with_name("cuda")
-    family = name.split("_")[0]
-    files = ("ptx.cuh", "ring.cuh", f"{family}_gemm.cuh", f"{name}.cu")
-    return "\n".join((folder / file).read_text() for file in files)
-
-
-def blocks(device: torch.device, build: Build, reserved_sms: int) -> int:
-    """Blocks of a launch: whole clusters, at least one, on the SMs that are not reserved."""
-    free = grid_size(device, GemmConfig(), reserved_sms)
-    return max(free // build.cluster, 1) * build.cluster
+    stages, pieces, scales = sizes = ring(name)
+    head = (
+        f"constexpr int STAGES = {stages}, PIECES = {pieces}, SCALES = {scales};\n"
+        f"constexpr int HOST_SHARED_BYTES = {sizes.shared_bytes};"
+    )
+    files = ("ptx.cuh", "ring.cuh", "fp8_gemm.cuh", f"{name}.cu")
+    return "\n".join([head, *((folder / file).read_text() for file in files)])
 
 
 def launch(
@@ -66,7 +73,6 @@ def launch(
     arguments: Sequence[Any],
     device: torch.device,
     *,
-    build: Build,
     reserved_sms: int,
     defines: tuple[str, ...] = (),
 ) -> None:
@@ -77,23 +83,20 @@ def launch(
         UnsupportedError: no driver or no compiler (jit/).
         MegaMoEError: compiling, loading or launching failed.
     """
-    count = blocks(device, build, reserved_sms)
-    _kernel(name, tuple(kinds), device, build, defines).launch(count, arguments, device)
+    blocks = grid_size(device, GemmConfig(), reserved_sms)
+    _kernel(name, tuple(kinds), device, defines).launch(blocks, arguments, device)
 
 
-def _kernel(
-    name: str, kinds: tuple[str, ...], device: torch.device, build: Build, defines: tuple[str, ...]
-) -> Kernel:
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return _loaded(name, kinds, index, SHARED_BYTES[build.stages], build.defines + defines)
+def _kernel(name: str, kinds: tuple[str, ...], device: torch.device, defines: tuple[str, ...]) -> Kernel:
+    return _loaded(
+        name, kinds, torch.cuda.current_device() if device.index is None else device.index, defines
+    )
 
 
 @functools.cache
-def _loaded(
-    name: str, kinds: tuple[str, ...], device: int, shared_bytes: int, defines: tuple[str, ...]
-) -> Kernel:
+def _loaded(name: str, kinds: tuple[str, ...], device: int, defines: tuple[str, ...]) -> Kernel:
     return load_kernel(
-        cuda_source(name), name, name, kinds, threads=THREADS, shared_bytes=shared_bytes,
+        cuda_source(name), name, name, kinds, threads=THREADS, shared_bytes=ring(name).shared_bytes,
         device=torch.device("cuda", device), defines=defines,
     )  # fmt: skip
 

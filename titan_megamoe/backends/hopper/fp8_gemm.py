@@ -20,8 +20,6 @@ from torch import Tensor
 
 from ...precision.quantize import BLOCK
 from .cuda_kernels import (
-    DEFAULT_BUILD,
-    Build,
     box_map,
     cuda_source,
     launch,
@@ -122,7 +120,6 @@ def gemm_up_fp8(
     *,
     save: bool = True,
     reserved_sms: int = 0,
-    build: Build = DEFAULT_BUILD,
 ) -> tuple[Fp8Rows, Tensor | None]:
     """Gate and up projections, SwiGLU and top-k weight, for the rows of the tiles in use.
 
@@ -133,7 +130,6 @@ def gemm_up_fp8(
         tiles: the pool's tables; read on the device.
         save: also write the pre-activations that the backward needs.
         reserved_sms: SMs left to other streams.
-        build: how the kernel is compiled.
 
     Returns:
         h' as (1, P, I) rows, quantized from fp32; (2, P, I) bf16 gate and up, or None. Padding rows hold
@@ -162,7 +158,7 @@ def gemm_up_fp8(
             x.scale, w13.scale, h.scale, weight_R, tiles.tile_expert, tiles.num_tiles, rows, intermediate,
             triton.cdiv(hidden, BLOCK), experts,
         ),
-        device, build=build, reserved_sms=reserved_sms, defines=("SAVE",) * save,
+        device, reserved_sms=reserved_sms, defines=("SAVE",) * save,
     )  # fmt: skip
     return h, gate_up
 
@@ -175,7 +171,6 @@ def gemm_plain_fp8(
     *,
     out: Tensor | None = None,
     reserved_sms: int = 0,
-    build: Build = DEFAULT_BUILD,
 ) -> Tensor:
     """out[r] = Σ_s a[s, r] · weight[s · e + expert of r]ᵀ for the rows of the tiles in use.
 
@@ -186,7 +181,6 @@ def gemm_plain_fp8(
         tiles: the pool's tables; read on the device.
         out: (P, N) bf16 to write; a new tensor when None.
         reserved_sms: SMs left to other streams.
-        build: how the kernel is compiled.
 
     Returns:
         (P, N) bf16. Padding rows hold garbage; rows past the tiles in use are not written.
@@ -212,7 +206,7 @@ def gemm_plain_fp8(
             a.scale, scale, tiles.tile_expert, tiles.num_tiles, rows, columns,
             triton.cdiv(contraction, BLOCK), matrices, experts,
         ),
-        device, build=build, reserved_sms=reserved_sms,
+        device, reserved_sms=reserved_sms,
     )  # fmt: skip
     return out
 
@@ -228,7 +222,6 @@ def gemm_down_backward_fp8(
     need_h: bool = True,
     need_dw: bool = True,
     reserved_sms: int = 0,
-    build: Build = DEFAULT_BUILD,
 ) -> DownBackwardFp8:
     """Gradients of gate, up and top-k weight from dy, for the rows of the tiles in use.
 
@@ -242,7 +235,6 @@ def gemm_down_backward_fp8(
         need_h: also write h' in bf16, for a bf16 weight gradient of W2.
         need_dw: also compute the top-k weight's gradient.
         reserved_sms: SMs left to other streams.
-        build: how the kernel is compiled.
 
     Returns:
         DownBackwardFp8. Padding rows hold garbage; rows past the tiles in use are not written.
@@ -276,6 +268,6 @@ def gemm_down_backward_fp8(
             dy.scale, w2.scale_t, dgu.scale, weight_R, dw_parts, tiles.tile_expert, tiles.num_tiles,
             rows, intermediate, triton.cdiv(hidden, BLOCK), experts,
         ),
-        device, build=build, reserved_sms=reserved_sms, defines=defines,
+        device, reserved_sms=reserved_sms, defines=defines,
     )  # fmt: skip
     return DownBackwardFp8(dgu, dgu16, h_RI, dw_parts)

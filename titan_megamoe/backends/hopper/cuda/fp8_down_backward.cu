@@ -63,7 +63,7 @@ DEVICE void swiglu_backward(float (&sums)[64], float (&du)[64], Backward& state,
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS fp8_down_backward(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_down_backward(
     const __grid_constant__ TensorMap dy,      // (1, P, H) e4m3, box (1, 128, 128)
     const __grid_constant__ TensorMap w2t,     // (e, I, H) e4m3, W2 transposed; box (1, 128, 128)
     const __grid_constant__ TensorMap saved,   // (2, P, I) bf16 gate and up, box (1, 128, 64)
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS fp8_down_b
     if (threadIdx.x >= MATH_THREADS) {
         registers_down<LOAD_REGISTERS>();
         if (threadIdx.x == MATH_THREADS) {
-            fill_fp8(p, s, dy, w2t, [&](const Tile& tile, Position& at) {
+            fill(p, s, dy, w2t, [&](const Tile& tile, Position& at) {
                 for (int quarter = 0; quarter < QUARTERS; ++quarter) {
                     barrier_wait(s.empty(at.stage), at.round ^ 1);
                     const u32 full = s.full(at.stage), to = s.stage(at.stage);
@@ -127,13 +127,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS fp8_down_b
                         store_commit();
                         if (unreleased < STAGES) {
                             store_wait_read<1>();
-                            release(s, unreleased);
+                            barrier_arrive(s.empty(unreleased));
                         }
                     }
                     unreleased = at.stage;
                 } else {
                     __syncwarp();
-                    if (lane == 0) release(s, at.stage);
+                    if (lane == 0) barrier_arrive(s.empty(at.stage));
                 }
                 at.advance();
             };
@@ -160,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS fp8_down_b
             half_tile(sums.right, 1);
             if (LATE_RELEASE && lane == 0) {
                 store_wait_read<0>();
-                release(s, unreleased);
+                barrier_arrive(s.empty(unreleased));
             }
             if (dw != nullptr) {
                 float* out = dw + u64(tile.column / p.tile_columns()) * pool_rows + row;
@@ -173,5 +173,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS fp8_down_b
         }
         if (lane == 0) store_wait_all();
     }
-    close_block();
 }

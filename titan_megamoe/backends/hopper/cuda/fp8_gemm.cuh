@@ -26,20 +26,28 @@ struct Problem {
 
 // One thread: fill the stages of all tiles of this block. `more(tile, position)` fills what an epilogue loads.
 template <typename More>
-DEVICE void fill_fp8(const Problem& p, const Shared& s, const TensorMap& a, const TensorMap& b, More more) {
-    auto step = [&](const Tile& tile, int segment, int block, u32 stage) {
-        const u32 full = s.full(stage), to = s.stage(stage);
-        const int layer = tile.expert + segment * p.experts;
-        load_box(to, a, full, block * BLOCK, tile.row, segment);
-        if (loads_half(tile, 0))
-            load_weight(tile, to + MATRIX_BYTES, b, full, block * BLOCK, tile.column, layer);
-        if (loads_half(tile, 1))
-            load_weight(tile, to + 2 * MATRIX_BYTES, b, full, block * BLOCK, tile.column + p.right_column,
-                        layer + p.right_layer);
-        const u64 row_of_blocks = segment * p.k_blocks + block;
-        load_bytes(s.scales(stage), p.scale_a + row_of_blocks * p.pool_rows + tile.row, SCALES_BYTES, full);
-    };
-    fill(p.tiles(), s, p.segments, p.k_blocks, STAGE_BYTES + SCALES_BYTES, step, more);
+DEVICE void fill(const Problem& p, const Shared& s, const TensorMap& a, const TensorMap& b, More more) {
+    Position at;
+    for (Tiles tiles = p.tiles(); tiles.more(); tiles.advance()) {
+        const Tile tile = tiles.tile();
+        for (int segment = 0; segment < p.segments; ++segment) {
+            const int layer = tile.expert + segment * p.experts;
+#pragma unroll 1
+            for (int block = 0; block < p.k_blocks; ++block) {
+                barrier_wait(s.empty(at.stage), at.round ^ 1);
+                const u32 full = s.full(at.stage), to = s.stage(at.stage);
+                barrier_expect(full, STAGE_BYTES + SCALES_BYTES);
+                load_box(to, a, full, block * BLOCK, tile.row, segment);
+                load_box(to + MATRIX_BYTES, b, full, block * BLOCK, tile.column, layer);
+                load_box(to + 2 * MATRIX_BYTES, b, full, block * BLOCK, tile.column + p.right_column,
+                         layer + p.right_layer);
+                const u64 row_of_blocks = segment * p.k_blocks + block;
+                load_bytes(s.scales(at.stage), p.scale_a + row_of_blocks * p.pool_rows + tile.row, SCALES_BYTES, full);
+                at.advance();
+            }
+        }
+        more(tile, at);
+    }
 }
 
 // product (64 × 128) of one stage's rows `a` and column block `b`; complete after wgmma_wait.
@@ -104,7 +112,7 @@ DEVICE void accumulate(const Problem& p, const Shared& s, const Tile& tile, Posi
             multiply(product, a, b + MATRIX_BYTES / 16);
             wgmma_wait();
             pin(product);
-            if (lane == 0) release(s, at.stage);
+            if (lane == 0) barrier_arrive(s.empty(at.stage));
             promote(sums.right, product, upper * right, lower * right);
             at.advance();
         }

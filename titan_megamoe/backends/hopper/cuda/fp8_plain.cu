@@ -4,7 +4,7 @@
 //
 // Epilogue: every warp rounds its 16 rows × 256 columns and sends them in four boxes.
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS fp8_plain(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_plain(
     const __grid_constant__ TensorMap a,    // (segments, P, K) e4m3, box (1, 128, 128)
     const __grid_constant__ TensorMap b,    // (layers, N, K) e4m3, box (1, 128, 128)
     const __grid_constant__ TensorMap out,  // (1, P, N) bf16, box (1, 16, 64)
@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS fp8_plain(
     const Shared s = open_block(shared);
     if (threadIdx.x >= MATH_THREADS) {
         registers_down<LOAD_REGISTERS>();
-        if (threadIdx.x == MATH_THREADS) fill_fp8(p, s, a, b, [](const Tile&, Position&) {});
+        if (threadIdx.x == MATH_THREADS) fill(p, s, a, b, [](const Tile&, Position&) {});
     } else {
         registers_up<MATH_REGISTERS>();
         const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -32,5 +32,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS fp8_plain(
         }
         if (threadIdx.x % 32 == 0) store_wait_all();
     }
-    close_block();
 }

@@ -8,7 +8,7 @@
 // by four threads. So h' is quantized from the fp32 registers and never read back. The 1×128 scale is that of
 // precision/quantize.py; NaN and Inf stay in their row's block.
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS fp8_up(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_up(
     const __grid_constant__ TensorMap x,        // (1, P, H) e4m3, box (1, 128, 128)
     const __grid_constant__ TensorMap w13,      // (2e, I, H) e4m3: all of W1, then all of W3; box (1, 128, 128)
     const __grid_constant__ TensorMap h,        // (1, P, I) e4m3, box (1, 16, 128)
@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS fp8_up(
     const Shared s = open_block(shared);
     if (threadIdx.x >= MATH_THREADS) {
         registers_down<LOAD_REGISTERS>();
-        if (threadIdx.x == MATH_THREADS) fill_fp8(p, s, x, w13, [](const Tile&, Position&) {});
+        if (threadIdx.x == MATH_THREADS) fill(p, s, x, w13, [](const Tile&, Position&) {});
     } else {
         registers_up<MATH_REGISTERS>();
         const u32 lane = threadIdx.x % 32;
@@ -59,5 +59,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS fp8_up(
         }
         if (lane == 0) store_wait_all();
     }
-    close_block();
 }

@@ -45,23 +45,6 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
         "}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
-// An arrival on the barrier at the same address in block `rank` of the cluster. It orders no plain stores between
-// the blocks (a release at cluster scope is a fence of all memory, in every stage): products that have been waited
-// for need none.
-DEVICE void barrier_arrive_at(u32 barrier, u32 rank) {
-    asm volatile(
-        "{\n"
-        ".reg .b32 there;\n"
-        "mapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
-        "}" ::"r"(barrier), "r"(rank) : "memory");
-}
-
-// All threads of all blocks of the cluster.
-DEVICE void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-
 // --- copy engine ------------------------------------------------------------------------------------------
 
 // A box of a rank-3 map to shared memory; its bytes are counted on `barrier`.
@@ -69,15 +52,6 @@ DEVICE void load_box(u32 to, const TensorMap& map, u32 barrier, int x, int y, in
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
         " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z) : "memory");
-}
-
-// The same to the same address in every block of the cluster that `blocks` has a bit for, counted in each on the
-// barrier at that address.
-DEVICE void load_box_into(u32 to, const TensorMap& map, u32 barrier, int x, int y, int z, u16 blocks) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-        " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
-        "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(blocks) : "memory");
 }
 
 // `bytes` contiguous bytes (a multiple of 16) to shared memory, counted on `barrier`.
@@ -125,18 +99,10 @@ DEVICE u64 operand(u32 address) {
     return u64((address & 0x3FFFF) >> 4) | u64(1024 >> 4) << 32 | u64(1) << 62;
 }
 
-// The same for rows of 128 bytes along N (64 bf16): 8 of K an atom, the next 64 columns `stride` bytes away. The
-// next 16 of K are at + 128.
-DEVICE u64 operand_along_n(u32 address, u32 stride) { return operand(address) | u64(stride >> 4) << 16; }
-
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Until all but the newest PENDING groups are complete.
-template <int PENDING = 0>
-DEVICE void wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
+DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
 // The compiler moves no access to these registers across this point.
 template <int N>
@@ -166,30 +132,6 @@ DEVICE void wgmma_m64n128k32(float (&d)[64], u64 a, u64 b, u32 add) {
         "}"
         : REGISTERS_16(d, 0), REGISTERS_16(d, 16), REGISTERS_16(d, 32), REGISTERS_16(d, 48)
         : "l"(a), "l"(b), "r"(add));
-}
-
-// left | right (64 × 256, fp32) = a (64 × 16) · b, both bf16; added if `add`. b is 256 rows along K, or with ALONG_N
-// 16 rows along N. A thread holds of left and right what it holds of d above.
-template <bool ALONG_N>
-DEVICE void wgmma_m64n256k16(float (&left)[64], float (&right)[64], u64 a, u64 b, u32 add) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-        "}, %128, %129, p, 1, 1, 0, %131;\n"
-        "}"
-        : REGISTERS_16(left, 0), REGISTERS_16(left, 16), REGISTERS_16(left, 32), REGISTERS_16(left, 48),
-          REGISTERS_16(right, 0), REGISTERS_16(right, 16), REGISTERS_16(right, 32), REGISTERS_16(right, 48)
-        : "l"(a), "l"(b), "r"(add), "n"(ALONG_N ? 1 : 0));
 }
 
 // --- plain memory and arithmetic --------------------------------------------------------------------------

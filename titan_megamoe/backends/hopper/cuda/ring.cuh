@@ -12,35 +12,18 @@
 // Synchronisation: stage s has barriers full[s] (1 arrival and the bytes) and empty[s] (8 arrivals, one a
 // multiplying warp). Both sides walk the same sequence of stages (tiles, then segments and blocks of K, then
 // what an epilogue loads), so the n-th fill of a stage waits for the n-1-th release, which waits for nothing
-// but the n-1-th fill: by induction every wait ends. No block waits for a block outside its cluster.
-//
-// PAIRED: a cluster of two blocks takes two neighbouring row tiles of the same columns. Where both belong to one
-// expert each block loads half of the weight into both, so that a tile needs a third less from L2. An odd last row
-// tile is taken twice: both blocks compute and write the same bits. A fill then waits for the releases of both
-// blocks (16 arrivals): both walk sequences of the same length, so the induction holds for the pair. The bytes that
-// a peer sends for the n-th fill come after this block's n-1-th release, so they count on the n-th phase of full[s],
-// which this block's own arrival keeps open. No block leaves while its peer may still reach it.
+// but the n-1-th fill: by induction every wait ends. No block waits for another.
 //
 // Padding rows of the pool: a row of a makes the same row of the result and nothing else, whatever it holds.
 // Past K and N the copy engine reads zeros and writes nothing.
+//
+// cuda_kernels.py sets for each kernel: STAGES of the ring, PIECES of results a warp can have on their way out,
+// SCALES (fp32) that a stage brings along, and HOST_SHARED_BYTES.
 //
 // Letters: P pool rows, K contraction, N columns of one weight, e experts.
 
 constexpr int ROWS = 128;
 constexpr int BLOCK = 128;  // columns of a column block; K of a stage in bytes
-// Two ways to spend shared memory: a deeper ring, or room for all results of a tile.
-#ifdef FOUR_STAGES
-constexpr int STAGES = 4, PIECES = 2;
-#else
-constexpr int STAGES = 3, PIECES = 5;
-#endif
-#ifdef PAIRED
-#define CLUSTER_DIMS __cluster_dims__(2, 1, 1)
-constexpr int CLUSTER = 2;
-#else
-#define CLUSTER_DIMS
-constexpr int CLUSTER = 1;
-#endif
 constexpr int WARPS = 8;  // that multiply
 constexpr int WARP_ROWS = 16;
 constexpr int MATH_THREADS = 32 * WARPS;
@@ -48,7 +31,7 @@ constexpr int THREADS = MATH_THREADS + 128;
 
 constexpr u32 MATRIX_BYTES = ROWS * BLOCK;  // 128 rows of 128 bytes
 constexpr u32 STAGE_BYTES = 3 * MATRIX_BYTES;
-constexpr u32 SCALES_BYTES = ROWS * 4;  // of the rows in a stage; fp8 only
+constexpr u32 SCALES_BYTES = SCALES * 4;
 constexpr u32 PIECE_BYTES = WARP_ROWS * 128;  // what one store_box takes: 16 rows of 128 bytes
 constexpr u32 WARP_STAGING = PIECES * PIECE_BYTES;
 
@@ -58,18 +41,15 @@ constexpr u32 FULL_AT = SCALES_AT + STAGES * SCALES_BYTES;
 constexpr u32 EMPTY_AT = FULL_AT + STAGES * 8;
 constexpr u32 SHARED_BYTES = EMPTY_AT + STAGES * 8;
 static_assert(SHARED_BYTES <= 227 * 1024, "more shared memory than a block can have");
-static_assert(SHARED_BYTES == (STAGES == 3 ? 230960 : 231488), "cuda_kernels.py gives every block so much");
+static_assert(SHARED_BYTES == HOST_SHARED_BYTES, "cuda_kernels.py gives every block so much");
 static_assert(THREADS == 384, "cuda_kernels.py launches so many");
 
 constexpr u32 MATH_REGISTERS = 232;
 constexpr u32 LOAD_REGISTERS = 40;
 constexpr float LOG2_E = 1.4426950408889634f;
-// This block's place in its cluster.
-DEVICE u32 rank() { return blockIdx.x % CLUSTER; }
 
 struct Tile {
     int row, column, expert;
-    bool both;  // the peer multiplies with the same weight
 };
 
 // The tiles of this block, in turn.
@@ -82,18 +62,14 @@ struct Tiles {
           row_tiles(__ldg(num_tiles)),
           column_tiles((columns + tile_columns - 1) / tile_columns),
           tile_columns(tile_columns),
-          unit(blockIdx.x / CLUSTER) {}
+          unit(blockIdx.x) {}
 
-    DEVICE bool more() const { return unit < (row_tiles + CLUSTER - 1) / CLUSTER * column_tiles; }
-    DEVICE void advance() { unit += gridDim.x / CLUSTER; }
+    DEVICE bool more() const { return unit < row_tiles * column_tiles; }
+    DEVICE void advance() { unit += gridDim.x; }
 
     DEVICE Tile tile() const {
-        const int group = unit / column_tiles, column = (unit - group * column_tiles) * tile_columns;
-        const int m = min(group * CLUSTER + int(rank()), row_tiles - 1);
-        const int expert = __ldg(tile_expert + m);
-        if (CLUSTER == 1) return Tile{m * ROWS, column, expert, false};
-        const int peer = min(group * CLUSTER + 1 - int(rank()), row_tiles - 1);
-        return Tile{m * ROWS, column, expert, __ldg(tile_expert + peer) == expert};
+        const int m = unit / column_tiles;
+        return Tile{m * ROWS, (unit - m * column_tiles) * tile_columns, __ldg(tile_expert + m)};
     }
 };
 
@@ -123,53 +99,12 @@ DEVICE Shared open_block(void* shared) {
     if (threadIdx.x == MATH_THREADS) {
         for (u32 i = 0; i < STAGES; ++i) {
             barrier_init(s.full(i), 1);
-            barrier_init(s.empty(i), WARPS * CLUSTER);
+            barrier_init(s.empty(i), WARPS);
         }
         fence_barrier_init();
     }
-    if (CLUSTER == 1) __syncthreads();
-    else cluster_sync();
+    __syncthreads();
     return s;
-}
-
-// All threads, at the end: the peer may reach this block's memory until it is here too.
-DEVICE void close_block() {
-    if (CLUSTER > 1) cluster_sync();
-}
-
-// One thread of a warp: the warp needs the stage no more.
-DEVICE void release(const Shared& s, u32 stage) {
-    barrier_arrive(s.empty(stage));
-    if (CLUSTER > 1) barrier_arrive_at(s.empty(stage), rank() ^ 1);
-}
-
-// One thread: fill the stages of all tiles of this block. `step(tile, segment, block, stage)` starts the loads of
-// `bytes` bytes in all, those of the peer included; `more(tile, position)` fills what an epilogue loads.
-template <typename Step, typename More>
-DEVICE void fill(Tiles tiles, const Shared& s, int segments, int k_blocks, u32 bytes, Step step, More more) {
-    Position at;
-    for (; tiles.more(); tiles.advance()) {
-        const Tile tile = tiles.tile();
-        for (int segment = 0; segment < segments; ++segment) {
-#pragma unroll 1
-            for (int block = 0; block < k_blocks; ++block) {
-                barrier_wait(s.empty(at.stage), at.round ^ 1);
-                barrier_expect(s.full(at.stage), bytes);
-                step(tile, segment, block, at.stage);
-                at.advance();
-            }
-        }
-        more(tile, at);
-    }
-}
-
-// Whether this block loads half 0 (left) or 1 (right) of the weight's part of a stage.
-DEVICE bool loads_half(const Tile& tile, u32 half) { return !tile.both || half == rank(); }
-
-// A box of the weight into this block, or into both of a pair that shares it.
-DEVICE void load_weight(const Tile& tile, u32 to, const TensorMap& map, u32 full, int x, int y, int z) {
-    if (CLUSTER > 1) load_box_into(to, map, full, x, y, z, tile.both ? 3 : 1 << rank());
-    else load_box(to, map, full, x, y, z);
 }
 
 // One multiplying thread's part of a tile: d[4j + 2i + c] of `left` and `right` is row `row + 8i` of the tile,
