@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import random
@@ -47,6 +48,24 @@ LARGER = {
     ),
     "alone": Problem(tokens=(700,), experts=16, top_k=8, hidden=1000, intermediate=640, seed=5),
 }
+
+
+def _warm_up(rank: int) -> None:
+    """Compile what tests with short timeouts launch: a compiling rank must not look like a missing one."""
+    for needs_grad in (False, True):
+        *arguments, dy = leaves(PROBLEM, rank, device_of(rank))
+        config = dataclasses.replace(CONFIG, timeout_s=60.0)
+        with torch.set_grad_enabled(needs_grad):
+            y = mega_moe(*arguments, group=ep_group(2), config=config)
+        if needs_grad:
+            y.backward(dy)
+    torch.cuda.synchronize()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm(rank_pool) -> None:
+    if torch.cuda.device_count() > 1:
+        rank_pool(2, "cuda").run(_warm_up)
 
 
 def _call(rank: int, config: MegaMoEConfig = CONFIG, problem: Problem = PROBLEM, **changes):
