@@ -16,6 +16,7 @@ scripts/compare.sbatch; the machine of rank 0 prints and writes.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import re
 import sys
@@ -36,7 +37,7 @@ from . import records, tables
 from .jobfile import JobFacts, read_job
 
 if TYPE_CHECKING:
-    from ..torchtitan.launch import Step
+    from ..torchtitan.launch import RunningJob, Step
 
 _ORDER = ("torchtitan", "torchtitan_float8", "deepep")
 VOCABULARY = 2048
@@ -94,6 +95,10 @@ def add_job_arguments(parser: argparse.ArgumentParser, steps: int, work: Path) -
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one job")
     parser.add_argument("--work", type=Path, default=work, help="logs, data, tables")
     parser.add_argument("--commit", default="", help="what to record where git cannot say")
+    parser.add_argument(
+        "--prestart", action=argparse.BooleanOptionalAction, default=True,
+        help="on one machine with GPUs: the processes of all jobs import at once and wait for their turn",
+    )  # fmt: skip
     parser.add_argument(
         "--processes", type=int, default=0, help="a machine's; 0: GPUs, or what the job needs"
     )
@@ -156,22 +161,26 @@ def trained(
     """
     from ..torchtitan.launch import JobFailed
 
-    logs = args.work.resolve() / "logs"
-    for number, candidate in enumerate(candidates):
-        try:
-            facts = read_job(candidate.path, candidate.options)
-            machines = _machines(args, facts)
-            name = re.sub("[^a-z0-9_.]+", "-", candidate.label)
-            log = logs / f"{number:02}-{name}.{machines.node}.log"
-            steps = _train(args, candidate, facts, machines, assets, log, console)
-        except (JobFailed, ConfigError, OSError, tomllib.TOMLDecodeError) as error:
-            failures.append(candidate.label)
-            console.print(f"[red]{candidate.label}: failed[/], the others go on")
-            console.print(str(error), markup=False, highlight=False, soft_wrap=True)
-            continue
-        if args.node_rank == 0:
-            facts = replace(facts, impl=_chosen(log)) if facts.impl == "auto" else facts
-            yield Trained(candidate, facts, machines.ranks, steps)
+    with contextlib.ExitStack() as started:
+        waiting: dict[int, RunningJob] = {}
+        for number, candidate in enumerate(candidates) if args.prestart and len(candidates) > 1 else ():
+            with contextlib.suppress(ConfigError, OSError, tomllib.TOMLDecodeError):  # said at its turn
+                launch = _launch(args, number, candidate, assets)
+                if args.nnodes == 1 and not launch.machines.cpu:
+                    waiting[number] = started.enter_context(launch.start(held=True))
+        for number, candidate in enumerate(candidates):
+            try:
+                launch = _launch(args, number, candidate, assets)
+                steps = _train(args, launch, waiting.get(number), console)
+            except (JobFailed, ConfigError, OSError, tomllib.TOMLDecodeError) as error:
+                failures.append(candidate.label)
+                console.print(f"[red]{candidate.label}: failed[/], the others go on")
+                console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+                continue
+            if args.node_rank == 0:
+                facts = launch.facts
+                facts = replace(facts, impl=_chosen(launch.log)) if facts.impl == "auto" else facts
+                yield Trained(candidate, facts, launch.machines.ranks, steps)
 
 
 def expand(jobs: Sequence[str], shared: Sequence[str] = ()) -> list[Candidate]:
@@ -224,18 +233,56 @@ def _machines(args: argparse.Namespace, facts: JobFacts) -> Machines:
     return machines
 
 
+@dataclass(frozen=True)
+class Launch:
+    """A candidate's job as it is started; `how` are the keyword arguments of `run_job`."""
+
+    candidate: Candidate
+    facts: JobFacts
+    machines: Machines
+    log: Path
+    options: list[str]
+    how: dict[str, Any]
+
+    def start(self, held: bool) -> RunningJob:
+        from ..torchtitan.launch import start_job
+
+        return start_job(self.candidate.path, self.options, **self.how, held=held)
+
+
+def _launch(args: argparse.Namespace, number: int, candidate: Candidate, assets: Assets) -> Launch:
+    """Raises ConfigError, OSError or TOMLDecodeError for a job that cannot start here."""
+    facts = read_job(candidate.path, candidate.options)
+    machines = _machines(args, facts)
+    work = args.work.resolve()
+    name = re.sub("[^a-z0-9_.]+", "-", candidate.label)
+    log = work / "logs" / f"{number:02}-{name}.{machines.node}.log"
+    options = [
+        f"--model.hf_assets_path={assets.tokenizer}",
+        "--training.dataset=c4_test",  # the loader that reads a local folder
+        f"--training.dataset_path={assets.dataset}",
+        f"--training.steps={args.steps}",
+        "--metrics.log_freq=1",
+        "--metrics.disable_color_printing",
+        f"--job.dump_folder={work / 'dump'}",
+        *candidate.options,
+    ]
+    how = {
+        "processes": machines.processes,
+        "cpu": machines.cpu,
+        "log": log,
+        "environment": {"HF_HOME": str(work / "huggingface")},
+        "rendezvous": _rendezvous(args, number),
+    }
+    return Launch(candidate, facts, machines, log, options, how)
+
+
 def _train(
-    args: argparse.Namespace,
-    candidate: Candidate,
-    facts: JobFacts,
-    machines: Machines,
-    assets: Assets,
-    log: Path,
-    console: Console,
+    args: argparse.Namespace, launch: Launch, started: RunningJob | None, console: Console
 ) -> list[Step]:
     from ..torchtitan.launch import JobFailed, run_job
 
-    tokens = facts.tokens(machines.ranks)
+    tokens = launch.facts.tokens(launch.machines.ranks)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -243,33 +290,19 @@ def _train(
         TextColumn("{task.fields[now]}"),
     )
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task(candidate.label, total=args.steps, now="(starting)")
+        task = progress.add_task(launch.candidate.label, total=args.steps, now="(starting)")
 
         def show(step: Step) -> None:
             now = f"loss {step.loss:.4f}, {tokens / max(step.tokens_per_s, 1):.3f} s"
             progress.update(task, completed=step.number, now=now)
 
-        steps = run_job(
-            candidate.path,
-            [
-                f"--model.hf_assets_path={assets.tokenizer}",
-                "--training.dataset=c4_test",  # the loader that reads a local folder
-                f"--training.dataset_path={assets.dataset}",
-                f"--training.steps={args.steps}",
-                "--metrics.log_freq=1",
-                "--metrics.disable_color_printing",
-                f"--job.dump_folder={args.work.resolve() / 'dump'}",
-                *candidate.options,
-            ],
-            processes=machines.processes,
-            cpu=machines.cpu,
-            log=log,
-            on_step=show,
-            timeout_s=args.timeout,
-            environment={"HF_HOME": str(args.work.resolve() / "huggingface")},
-            rendezvous=_rendezvous(args, int(log.name[:2])),
-        )  # fmt: skip
-    if machines.node == 0 and len(steps) != args.steps:
+        if started is not None:
+            steps = started.run(show, args.timeout)
+        else:
+            steps = run_job(
+                launch.candidate.path, launch.options, on_step=show, timeout_s=args.timeout, **launch.how
+            )
+    if launch.machines.node == 0 and len(steps) != args.steps:
         raise JobFailed(f"TorchTitan printed {len(steps)} of {args.steps} steps; see the log")
     return steps
 

@@ -81,45 +81,89 @@ def run_job(
     Raises:
         JobFailed: a rank failed, or the time was over.
     """
+    job = start_job(
+        job_file, arguments, processes=processes, cpu=cpu, log=log, environment=environment,
+        rendezvous=rendezvous,
+    )  # fmt: skip
+    with job:
+        return job.run(on_step, timeout_s)
+
+
+def start_job(
+    job_file: Path,
+    arguments: Sequence[str],
+    *,
+    processes: int,
+    cpu: bool,
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    rendezvous: Sequence[str] = ("--standalone",),
+    held: bool = False,
+) -> RunningJob:
+    """Start what :func:`run_job` runs. `held`: its ranks import what they need and wait for `run`, so that
+    several jobs can be started at once and train one after another without an import between them.
+    """
     torchrun = ["-m", "torch.distributed.run", *rendezvous, "--nproc-per-node", str(processes)]
     ranks = ["--role", "rank", "--tee", "3", "--log-dir", str(log.with_suffix(".ranks"))]
     job = trainer_command(job_file, arguments, cpu)
-    command = [sys.executable, *torchrun, *ranks, *job]
+    variables = _environment(cpu, environment or {})
     log.parent.mkdir(parents=True, exist_ok=True)
+    gate = log.with_suffix(".go")
+    gate.unlink(missing_ok=True)
+    if held:
+        job = ["-m", "titan_megamoe.torchtitan.held", str(gate), *job[1:]]
     process = subprocess.Popen(
-        command,
-        env=_environment(cpu, environment or {}),
+        [sys.executable, *torchrun, *ranks, *job],
+        env=variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
         start_new_session=True,
     )
-    late = threading.Event()
-    timer = threading.Timer(timeout_s or 0, _stop, (process, late))
-    if timeout_s is not None:
-        timer.start()
-    steps: list[Step] = []
-    assert process.stdout is not None
-    try:
-        with log.open("w", encoding="utf-8") as file:
-            for line in process.stdout:
-                file.write(line)
-                step = _parse(line)
-                if step is not None:
-                    steps.append(step)
-                    on_step(step)
-        code = process.wait()
-    except BaseException:  # Ctrl-C must not leave ranks behind
-        _stop(process, late)
-        raise
-    finally:
-        timer.cancel()
-    if late.is_set():
-        raise JobFailed(f"the job did not end within {timeout_s:g} s and was stopped; all output: {log}")
-    if code:
-        raise JobFailed(f"the job failed (exit status {code}).\n{_worker_error(log)}\nAll output: {log}")
-    return steps
+    return RunningJob(process, log, gate)
+
+
+class RunningJob:
+    """A job whose processes exist. A context: leaving it stops what still runs."""
+
+    def __init__(self, process: subprocess.Popen[str], log: Path, gate: Path) -> None:
+        self._process, self._log, self._gate = process, log, gate
+        self._late = threading.Event()
+
+    def run(self, on_step: Callable[[Step], None], timeout_s: float | None) -> list[Step]:
+        """Let the ranks train, see them to their end and return the steps, as :func:`run_job` does."""
+        process, log = self._process, self._log
+        self._gate.touch()
+        timer = threading.Timer(timeout_s or 0, _stop, (process, self._late))
+        if timeout_s is not None:
+            timer.start()
+        steps: list[Step] = []
+        assert process.stdout is not None
+        try:
+            with log.open("w", encoding="utf-8") as file:
+                for line in process.stdout:
+                    file.write(line)
+                    step = _parse(line)
+                    if step is not None:
+                        steps.append(step)
+                        on_step(step)
+            code = process.wait()
+        finally:
+            timer.cancel()
+        if self._late.is_set():
+            raise JobFailed(f"the job did not end within {timeout_s:g} s and was stopped; all output: {log}")
+        if code:
+            raise JobFailed(f"the job failed (exit status {code}).\n{_worker_error(log)}\nAll output: {log}")
+        return steps
+
+    def __enter__(self) -> RunningJob:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:  # Ctrl-C must not leave ranks behind
+            _stop(self._process, self._late)
+        self._gate.unlink(missing_ok=True)
 
 
 def _environment(cpu: bool, extra: Mapping[str, str]) -> dict[str, str]:
