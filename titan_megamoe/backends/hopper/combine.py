@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ...routing import RoutingPlan
 from . import status
-from .layout import COMBINE_TOKENS
+from .layout import COMBINE_TOKENS, cdiv, next_power_of_2
 from .plan_kernels import _report, window
 from .symmetric import _GENERATION_BITS, _MAIL, globaltimer, tell_given_up
 
@@ -276,10 +276,10 @@ def combine(
         pass_index, passes: of a call in several passes, each of which closes its own window of tokens.
     """
     shape = plan.shape
-    num_chunks = grid_chunks = max(triton.cdiv(shape.max_tokens, COMBINE_TOKENS), 1)
+    num_chunks = grid_chunks = max(cdiv(shape.max_tokens, COMBINE_TOKENS), 1)
     num_tokens, top_k = ids.shape
-    own = max(triton.cdiv(num_tokens, COMBINE_TOKENS), 1)
-    window_chunks = triton.cdiv(shape.window_tokens, COMBINE_TOKENS) if passes > 1 else num_chunks
+    own = max(cdiv(num_tokens, COMBINE_TOKENS), 1)
+    window_chunks = cdiv(shape.window_tokens, COMBINE_TOKENS) if passes > 1 else num_chunks
     if pass_index:  # the first pass may be the only one
         grid_chunks = own = window_chunks
     hidden = 16 if rows is None else rows.shape[1]
@@ -293,9 +293,9 @@ def combine(
         workspace.flags, workspace.mail, workspace.delta, workspace.state, workspace.report,
         num_tokens, shape.max_tokens, hidden, parts, shape.pool_rows, signature,
         int(min(timeout_s, 1e9) * 1e9), pass_index, window_chunks, PASSES=passes, WORLD=shape.world,
-        WORLD_P=max(triton.next_power_of_2(shape.world), 2), RANK=shape.rank, K=top_k,
-        KP=triton.next_power_of_2(top_k), E_LOCAL=shape.num_local_experts, CHUNK=COMBINE_TOKENS,
-        BLOCK_T=BLOCK_TOKENS, BLOCK_H=min(triton.next_power_of_2(hidden), 1024), LEAD=lead,
+        WORLD_P=max(next_power_of_2(shape.world), 2), RANK=shape.rank, K=top_k,
+        KP=next_power_of_2(top_k), E_LOCAL=shape.num_local_experts, CHUNK=COMBINE_TOKENS,
+        BLOCK_T=BLOCK_TOKENS, BLOCK_H=min(next_power_of_2(hidden), 1024), LEAD=lead,
         HAS_ROWS=rows is not None, HAS_DWEIGHT=dweight is not None, TIMEOUT=status.TIMEOUT_COMBINE,
         AHEAD=status.PEER_AHEAD, GAVE_UP=status.PEER_GAVE_UP, num_warps=4,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...routing import RoutingPlan
 from .combine import _rows_of
+from .layout import cdiv, next_power_of_2
 from .plan_kernels import window
 
 
@@ -88,13 +89,13 @@ def expand(
     shape = plan.shape
     num_tokens, hidden = local.shape
     pool = local.new_empty(shape.pool_rows, hidden) if out is None else out
-    block_h = min(triton.next_power_of_2(hidden), 1024)
+    block_h = min(next_power_of_2(hidden), 1024)
     block_t = 4
-    local_blocks = triton.cdiv(num_tokens, block_t)
-    remote_blocks = triton.cdiv(shape.recv_rows, block_t)
+    local_blocks = cdiv(num_tokens, block_t)
+    remote_blocks = cdiv(shape.recv_rows, block_t)
     if pass_index:
-        local_blocks = min(local_blocks, triton.cdiv(shape.window_tokens, block_t))
-        remote_blocks = triton.cdiv((shape.world - 1) * shape.window_tokens, block_t)
+        local_blocks = min(local_blocks, cdiv(shape.window_tokens, block_t))
+        remote_blocks = cdiv((shape.world - 1) * shape.window_tokens, block_t)
     if local_blocks + remote_blocks:
         _expand_kernel[(local_blocks + remote_blocks,)](
             local, remote, delta, pool, pool if keep is None else keep, plan.slot_row, plan.recv_token,

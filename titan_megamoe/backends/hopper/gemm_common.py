@@ -160,11 +160,13 @@ def block_descriptor(x: Tensor, block: Sequence[int]) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
 
 
+_SWIZZLED = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
 def matrix_descriptor(x: Tensor, rows: int, columns: int) -> GluonDescriptor:
     """TMA descriptor, for the specialised kernels, of a contiguous tensor as one matrix."""
     matrix = x.view(-1, x.shape[-1])
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return GluonDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], layout)
+    return GluonDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], _SWIZZLED)
 
 
 def output_or_new(out: Tensor | None, name: str, shape: Sequence[int], like: Tensor) -> Tensor:

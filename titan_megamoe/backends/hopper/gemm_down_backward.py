@@ -40,6 +40,7 @@ from .gemm_common import (
     output_or_new,
 )
 from .gemm_specialized import BLOCK, PIECE
+from .layout import cdiv
 from .swiglu_backward import down_backward_specialized_kernel
 from .tiles import BLOCK_M, PoolTiles
 
@@ -181,7 +182,7 @@ def gemm_down_backward(
     h_RI = output_or_new(out_h, "out_h", (rows, intermediate), dy_RH) if need_h else None
     c = choose_config(config, DOWN_BACKWARD_CONFIG, hidden)
     # Rows of partial sums of dw: one per column tile, or per block of columns in the specialised kernel.
-    parts = triton.cdiv(intermediate, c.block_n)
+    parts = cdiv(intermediate, c.block_n)
     if c == SPECIALIZED:
         parts *= c.block_n // BLOCK.value
     partial = dy_RH.new_empty((parts, rows), dtype=torch.float32) if need_dw else None

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...routing import RoutingPlan
 from . import status
+from .layout import cdiv, next_power_of_2
 from .tiles import BLOCK_M
 
 CHUNK_TOKENS = 32
@@ -316,7 +317,7 @@ def build_plans(
         signature: of the call, for the report.
     """
     shape, tokens = plans[0].shape, plans[0].tokens
-    per_rank = triton.cdiv(max(shape.max_tokens, 1), CHUNK_TOKENS)
+    per_rank = cdiv(max(shape.max_tokens, 1), CHUNK_TOKENS)
     num_chunks = per_rank * shape.world
     e, world = shape.num_local_experts, shape.world
     columns = 2 * e + 2 * world
@@ -328,25 +329,25 @@ def build_plans(
         WORLD=world,
         RANK=shape.rank,
         K=shape.top_k,
-        KP=triton.next_power_of_2(shape.top_k),
+        KP=next_power_of_2(shape.top_k),
         E_LOCAL=e,
-        E_P=max(triton.next_power_of_2(e), 2),
+        E_P=max(next_power_of_2(e), 2),
         CHUNK=CHUNK_TOKENS,
     )
     warps = 8 if sizes["E_P"] > 64 else 4
     _histogram_kernel[(num_chunks,)](
         ids, delta, tokens, hist, num_chunks, per_rank, shape.max_tokens,
-        WORLD_P=max(triton.next_power_of_2(world), 2), num_warps=warps, **sizes,
+        WORLD_P=max(next_power_of_2(world), 2), num_warps=warps, **sizes,
     )  # fmt: skip
     _prefix_kernel[(columns,)](hist, total, num_chunks, BLOCK=1024, num_warps=4)
     for index, plan in enumerate(plans):
-        window_chunks = triton.cdiv(shape.window_tokens, CHUNK_TOKENS) if len(plans) > 1 else per_rank
+        window_chunks = cdiv(shape.window_tokens, CHUNK_TOKENS) if len(plans) > 1 else per_rank
         _layout_kernel[(shape.max_tiles,)](
             total, state, report, signature, shape.max_routed_rows, shape.max_tiles,
             plan.offs, plan.counts, plan.num_tiles, plan.recv_count, plan.ok, plan.tile_expert,
             plan.row_source, plan.row_slot, plan.row_weight, base, hist, num_chunks, per_rank, index,
             window_chunks,
-            WORLD=world, WORLD_P=max(triton.next_power_of_2(world), 2), E_LOCAL=e, E_P=sizes["E_P"],
+            WORLD=world, WORLD_P=max(next_power_of_2(world), 2), E_LOCAL=e, E_P=sizes["E_P"],
             PASSES=len(plans), BLOCK_M=BLOCK_M, CODE_BAD_ID=status.BAD_ID,
             CODE_ROUTED_ROWS=status.ROUTED_ROWS, num_warps=4,
         )  # fmt: skip

@@ -37,7 +37,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import status
-from .layout import MAIL_WORDS, PROGRESS_AT
+from .layout import MAIL_WORDS, PROGRESS_AT, cdiv, next_power_of_2
 from .plan_kernels import BAD_ID, _report
 
 _GENERATION_BITS = tl.constexpr(status.GENERATION_BITS)
@@ -266,11 +266,11 @@ def publish(
         return
     ids, weights, sym_ids, sym_weights, num_experts = routing or (x, x, x, x, 0)
     top_k = ids.shape[1] if routing else 1
-    block_h = min(triton.next_power_of_2(hidden), 2048)
+    block_h = min(next_power_of_2(hidden), 2048)
     block_t = max(8192 // block_h, 1)
-    _publish_kernel[(triton.cdiv(num_tokens, block_t),)](
+    _publish_kernel[(cdiv(num_tokens, block_t),)](
         x, ids, weights, sym_x, sym_ids, sym_weights, num_tokens, hidden, num_experts,
-        K=top_k, KP=triton.next_power_of_2(top_k), BAD_ID=BAD_ID, BLOCK_T=block_t,
+        K=top_k, KP=next_power_of_2(top_k), BAD_ID=BAD_ID, BLOCK_T=block_t,
         BLOCK_H=block_h, COPY_X=copy_x, COPY_ROUTING=routing is not None, num_warps=4,
     )  # fmt: skip
 
@@ -297,7 +297,7 @@ def open_call(
     """
     _open_call_kernel[(1,)](
         mail, delta, state, report, tokens, call, signature, num_tokens, call,
-        int(min(timeout_s, 1e9) * 1e9), WORLD=world, WORLD_P=max(triton.next_power_of_2(world), 2),
+        int(min(timeout_s, 1e9) * 1e9), WORLD=world, WORLD_P=max(next_power_of_2(world), 2),
         RANK=rank, IS_BACKWARD=backward, TIMEOUT=status.TIMEOUT_OPEN, AHEAD=status.PEER_AHEAD,
         WRONG_SIGNATURE=status.SIGNATURE, GAVE_UP=status.PEER_GAVE_UP,
         OTHER_FORWARD=status.OTHER_FORWARD, num_warps=1,
@@ -328,7 +328,7 @@ def meet(
     """
     _meet_kernel[(1,)](
         mail, delta, state, report, signature, int(min(timeout_s, 1e9) * 1e9), WORLD=world,
-        WORLD_P=max(triton.next_power_of_2(world), 2), RANK=rank, POINT=point, TIMEOUT=_TIMEOUTS[point],
+        WORLD_P=max(next_power_of_2(world), 2), RANK=rank, POINT=point, TIMEOUT=_TIMEOUTS[point],
         AHEAD=status.PEER_AHEAD, GAVE_UP=status.PEER_GAVE_UP, num_warps=1,
     )  # fmt: skip
 
@@ -336,6 +336,6 @@ def meet(
 def refuse_call(mail: Tensor, delta: Tensor, state: Tensor, *, world: int, rank: int) -> None:
     """Tell the peers that this rank refuses the call they are about to make or are waiting in."""
     _refuse_kernel[(1,)](
-        mail, delta, state, WORLD=world, WORLD_P=max(triton.next_power_of_2(world), 2), RANK=rank,
+        mail, delta, state, WORLD=world, WORLD_P=max(next_power_of_2(world), 2), RANK=rank,
         num_warps=1,
     )  # fmt: skip

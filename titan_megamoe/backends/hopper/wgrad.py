@@ -36,6 +36,7 @@ from .gemm_common import (
     column_piece,
     grid_size,
 )
+from .layout import next_power_of_2
 from .tiles import PoolTiles
 
 WGRAD_CONFIG = GemmConfig(block_n=256, block_k=64, warps=8, stages=4, subtiles=2)
@@ -159,7 +160,7 @@ def _launch(
     sub = c.subtiles * (2 if grads[0].dtype == torch.float32 else 1)
     descs = [block_descriptor(grad, (1, WGRAD_ROWS, c.block_n // sub)) for grad in grads]
     programs = grid_size(a.device, c, reserved_sms)
-    experts_pow2 = triton.next_power_of_2(experts)
+    experts_pow2 = next_power_of_2(experts)
     order = a.new_empty((programs, experts_pow2), dtype=torch.int32)
     wgrad_kernel[(programs,)](
         create_ragged_descriptor(a, (c.block_k, WGRAD_ROWS)),
