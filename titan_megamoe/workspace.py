@@ -309,7 +309,8 @@ def _create(
         bound = max(agree(group, header, device).num_tokens)
         bound = max(MIN_TOKENS, 1 << (bound - 1).bit_length())
     geometry = Geometry(group_size(group), bound, top_k, hidden, fp8)
-    return Workspace(group, geometry, device)
+    with torch.inference_mode(False):  # later calls outside that mode write to it too
+        return Workspace(group, geometry, device)
 
 
 def existing_workspace(group: dist.ProcessGroup | None) -> Workspace | None:

@@ -241,6 +241,34 @@ def test_a_host_that_fails_inside_a_call_leaves_its_peers_waiting(rank_pool, whe
     assert fine0 and fine1 and time.monotonic() - begun < 60
 
 
+def _inference_first(rank: int):
+    group = dist.new_group([0, 1])
+    *arguments, dy = leaves(PROBLEM, rank, device_of(rank))
+    bad = arguments[1].clone()
+    bad[5, 1] = 99
+
+    def call(ids):
+        return mega_moe(arguments[0], ids, *arguments[2:], group=group, config=CONFIG)
+
+    with torch.inference_mode():
+        call(bad)
+    torch.cuda.synchronize()
+    dist.barrier()
+    try:
+        call(arguments[1])
+    except MegaMoEError as error:
+        kind = type(error).__name__
+    call(arguments[1]).backward(dy)
+    torch.cuda.synchronize()
+    release_workspaces(group)
+    return kind, bool(arguments[3].grad.isfinite().all())
+
+
+@TWO
+def test_a_workspace_made_in_inference_mode_cannot_be_written_outside(rank_pool):
+    assert rank_pool(2, "cuda").run(_inference_first) == [(ConfigError.__name__, True)] * 2
+
+
 def _two_groups(rank: int, rounds: int):
     """Whether calls of two groups, each on a stream of its own, keep their results."""
     groups = [ep_group(2), dist.new_group([0, 1])]
