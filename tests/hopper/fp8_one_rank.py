@@ -35,6 +35,7 @@ def prepare(call):
         geometry=SimpleNamespace(world=1), delta=torch.zeros(1, dtype=torch.int64), state=words, report=words,
         mail=words, flags=words, ids=call.topk_ids.int(), weights=call.topk_weights, partial=call.x, x=call.x,
         dweight=call.topk_weights, leave=lambda: None, suspend=lambda _: None, resume=lambda _: None,
+        memory=call.x,
     )  # fmt: skip
     return workspace, shape
 

@@ -24,7 +24,7 @@ from ...config import MegaMoEConfig
 from ...routing import RoutingPlan
 from ...workspace import Workspace
 from ..base import Begun, Gradients, MoECall
-from .backend import FusedBackend, _activation, _open, _prepare, _resumable, _signature
+from .backend import FusedBackend, _activation, _open, _prepare, _resumable, _signature, _unbroken
 from .combine import combine
 from .expand import expand
 from .fp8_expand import expand_both, expand_fp8
@@ -66,22 +66,23 @@ class Fp8FusedBackend(FusedBackend):
         config = call.config
         signature = _signature(call, shape, Phase.FORWARD if save else Phase.INFERENCE)
         plan = RoutingPlan.empty(shape, call.x.device)
-        publish(
-            call.x, workspace.x, copy_x=False,
-            routing=(call.topk_ids, call.topk_weights, workspace.ids, workspace.weights,
-                     shape.num_experts),
-        )  # fmt: skip
-        local = _quantize_to_share(call.x, workspace)
-        _open(workspace, plan, call, signature, backward=False)
-        build_plans(
-            [plan], workspace.ids, workspace.weights, workspace.delta, workspace.state,
-            workspace.report, signature,
-        )  # fmt: skip
-        w13, w2 = self.weights.get(call.w1, call.w3, call.w2)
-        h, gate_up = gemm_up_fp8(
-            _dispatch(plan, local, workspace), w13, plan.row_weight, plan.tiles, save=save,
-            reserved_sms=config.reserved_sms,
-        )  # fmt: skip
+        with _unbroken(workspace, call.x.device):
+            publish(
+                call.x, workspace.x, copy_x=False,
+                routing=(call.topk_ids, call.topk_weights, workspace.ids, workspace.weights,
+                         shape.num_experts),
+            )  # fmt: skip
+            local = _quantize_to_share(call.x, workspace)
+            _open(workspace, plan, call, signature, backward=False)
+            build_plans(
+                [plan], workspace.ids, workspace.weights, workspace.delta, workspace.state,
+                workspace.report, signature,
+            )  # fmt: skip
+            w13, w2 = self.weights.get(call.w1, call.w3, call.w2)
+            h, gate_up = gemm_up_fp8(
+                _dispatch(plan, local, workspace), w13, plan.row_weight, plan.tiles, save=save,
+                reserved_sms=config.reserved_sms,
+            )  # fmt: skip
 
         def finish() -> Tensor:
             rows = gemm_plain_fp8(h, w2.data, w2.scale, plan.tiles, reserved_sms=config.reserved_sms)
@@ -104,70 +105,73 @@ class Fp8FusedBackend(FusedBackend):
         plan = RoutingPlan.over(flat, shape)
         reserved, shared = config.reserved_sms, shape.world > 1
         x_from_peers = shared and need_w13 and config.precision == "fp8"
-        if x_from_peers:
-            publish(call.x, workspace.second, copy_x=True)
-        if needs.w2:  # dW2 takes dy as it is, so that is what crosses
-            publish(dy, workspace.x, copy_x=shared)
-        else:
-            local = _quantize_to_share(dy, workspace)
-        _open(workspace, plan, call, signature, backward=True)
-        dx = torch.empty_like(call.x) if needs.x else None
-        dweights = torch.empty_like(call.topk_weights) if needs.topk_weights else None
-        dw1 = dw3 = dw2 = h = dgu16 = parts = rows = dy8 = dy_RH = arrived = None
-        if not needs.w2:
-            dy8 = _dispatch(plan, local, workspace)
-        elif need_data:
-            dy_RH, dy8 = expand_both(plan, dy, workspace.x, workspace.delta, from_peers=shared)
-        else:
-            dy_RH = expand(plan, dy, workspace.x, workspace.delta, from_peers=shared)
-        if dy8 is not None:
-            w13, w2 = self.weights.get(call.w1, call.w3, call.w2)
-            back = gemm_down_backward_fp8(
-                dy8, w2, gate_up, plan.row_weight, plan.tiles, need_grads=need_w13, need_h=needs.w2,
-                need_dw=needs.topk_weights, reserved_sms=reserved,
-            )  # fmt: skip
-            dgu16, h, parts = back.dgu16, back.h_RI, back.dw_parts
-            del dy8
-            if needs.x:
-                rows = gemm_plain_fp8(
-                    back.dgu, w13.data_t, w13.scale_t, plan.tiles, reserved_sms=reserved
+        with _unbroken(workspace, dy.device):
+            if x_from_peers:
+                publish(call.x, workspace.second, copy_x=True)
+            if needs.w2:  # dW2 takes dy as it is, so that is what crosses
+                publish(dy, workspace.x, copy_x=shared)
+            else:
+                local = _quantize_to_share(dy, workspace)
+            _open(workspace, plan, call, signature, backward=True)
+            dx = torch.empty_like(call.x) if needs.x else None
+            dweights = torch.empty_like(call.topk_weights) if needs.topk_weights else None
+            dw1 = dw3 = dw2 = h = dgu16 = parts = rows = dy8 = dy_RH = arrived = None
+            if not needs.w2:
+                dy8 = _dispatch(plan, local, workspace)
+            elif need_data:
+                dy_RH, dy8 = expand_both(plan, dy, workspace.x, workspace.delta, from_peers=shared)
+            else:
+                dy_RH = expand(
+                    plan, dy, workspace.x, workspace.delta, from_peers=shared, state=workspace.state
+                )
+            if dy8 is not None:
+                w13, w2 = self.weights.get(call.w1, call.w3, call.w2)
+                back = gemm_down_backward_fp8(
+                    dy8, w2, gate_up, plan.row_weight, plan.tiles, need_grads=need_w13, need_h=needs.w2,
+                    need_dw=needs.topk_weights, reserved_sms=reserved,
                 )  # fmt: skip
-            del back
-        else:
-            h = _activation(gate_up, plan)
-        # Allocated before the event: memory taken later may still be written by work queued after it.
-        x_RH = dy.new_empty(shape.pool_rows, call.hidden) if need_w13 else None
-        fetch_x = functools.partial(
-            expand, plan, call.x, workspace.second if x_from_peers else recv, workspace.delta,
-            from_peers=x_from_peers, out=x_RH,
-        )  # fmt: skip
-        if needs.w2:
-            assert dy_RH is not None and h is not None
-            started = now()
-            dw2 = wgrad_down(dy_RH, h, plan.tiles, dtype=call.w2.dtype, reserved_sms=reserved)
-            if x_RH is not None:
-                with beside(started, dy.device) as arrived:
-                    fetch_x()
-        elif x_RH is not None:
-            fetch_x()
-        close = functools.partial(
-            combine, plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=dx,
-            dweight_parts=parts, dweight=dweights,
-        )  # fmt: skip
-        if x_RH is None:
-            close()
-        else:
-            assert dgu16 is not None
-            if arrived is not None:
-                arrived.wait()
-            summed = now()
-            dw1, dw3 = wgrad_up(
-                dgu16, x_RH, plan.tiles, need_w1=needs.w1, need_w3=needs.w3, dtype=call.w1.dtype,
-                reserved_sms=reserved,
+                dgu16, h, parts = back.dgu16, back.h_RI, back.dw_parts
+                del dy8
+                if needs.x:
+                    rows = gemm_plain_fp8(
+                        back.dgu, w13.data_t, w13.scale_t, plan.tiles, reserved_sms=reserved
+                    )  # fmt: skip
+                del back
+            else:
+                h = _activation(gate_up, plan)
+            # Allocated before the event: memory taken later may still be written by work queued after it.
+            x_RH = dy.new_empty(shape.pool_rows, call.hidden) if need_w13 else None
+            fetch_x = functools.partial(
+                expand, plan, call.x, workspace.second if x_from_peers else recv, workspace.delta,
+                from_peers=x_from_peers, out=x_RH, state=workspace.state,
             )  # fmt: skip
-            with beside(summed, dy.device) as closed:
+            if needs.w2:
+                assert dy_RH is not None and h is not None
+                started = now()
+                dw2 = wgrad_down(dy_RH, h, plan.tiles, dtype=call.w2.dtype, reserved_sms=reserved)
+                if x_RH is not None:
+                    with beside(started, dy.device) as arrived:
+                        fetch_x()
+            elif x_RH is not None:
+                fetch_x()
+            close = functools.partial(
+                combine, plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=dx,
+                dweight_parts=parts, dweight=dweights,
+            )  # fmt: skip
+            if x_RH is None:
                 close()
-            closed.wait()
+            else:
+                assert dgu16 is not None
+                if arrived is not None:
+                    arrived.wait()
+                summed = now()
+                dw1, dw3 = wgrad_up(
+                    dgu16, x_RH, plan.tiles, need_w1=needs.w1, need_w3=needs.w3, dtype=call.w1.dtype,
+                    reserved_sms=reserved,
+                )  # fmt: skip
+                with beside(summed, dy.device) as closed:
+                    close()
+                closed.wait()
         workspace.leave()
         return Gradients(dx, dweights, dw1, dw3, dw2)
 
