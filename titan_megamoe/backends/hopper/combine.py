@@ -34,6 +34,7 @@ from . import status
 from .layout import COMBINE_TOKENS, cdiv, next_power_of_2
 from .plan_kernels import _report, window
 from .symmetric import _GENERATION_BITS, _MAIL, globaltimer, tell_given_up
+from .triton_launch import launch_triton
 
 BLOCK_TOKENS = 2
 """Tokens that a block adds at once: enough loads in flight without spilling."""
@@ -286,7 +287,7 @@ def combine(
     dummy = plan.flat
     parts = 1 if dweight_parts is None else dweight_parts.shape[0]
     lead, groups = block_counts(grid_chunks, own, shape.world, LEAD_CHUNKS)
-    _combine_kernel[(lead + groups * shape.world,)](
+    launch_triton(_combine_kernel, (lead + groups * shape.world,),
         dummy if rows is None else rows, plan.slot_row, plan.tokens, plan.ok, ids,
         dummy if out is None else out, dummy if dweight_parts is None else dweight_parts,
         dummy if dweight is None else dweight, workspace.partial, workspace.dweight,

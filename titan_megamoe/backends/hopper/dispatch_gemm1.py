@@ -56,6 +56,7 @@ from .gemm_specialized import (
     swiglu_role,
     tile_of,
 )
+from .triton_launch import launch_triton
 
 if TYPE_CHECKING:
     from ...workspace import Workspace
@@ -285,7 +286,7 @@ def dispatch_gemm1(
     programs = grid_size(x_TH.device, SPECIALIZED, reserved_sms)
     comm = min(comm_sms or MAX_COMM_PROGRAMS, MAX_COMM_PROGRAMS, programs // 2) if shape.world > 1 else 0
     columns = SPECIALIZED.block_n // 2
-    _dispatch_gemm1_kernel[(programs,)](
+    launch_triton(_dispatch_gemm1_kernel, (programs,),
         x_TH if x_TH.numel() else recv, recv, workspace.x, workspace.delta,
         matrix_descriptor(w1, columns, SPECIALIZED.block_k),
         matrix_descriptor(w3, columns, SPECIALIZED.block_k),

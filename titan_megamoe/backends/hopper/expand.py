@@ -19,6 +19,7 @@ from ...routing import RoutingPlan
 from .combine import _rows_of
 from .layout import cdiv, next_power_of_2
 from .plan_kernels import window
+from .triton_launch import launch_triton
 
 
 @triton.jit(do_not_specialize=["pass_index"])
@@ -97,7 +98,7 @@ def expand(
         local_blocks = min(local_blocks, cdiv(shape.window_tokens, block_t))
         remote_blocks = cdiv((shape.world - 1) * shape.window_tokens, block_t)
     if local_blocks + remote_blocks:
-        _expand_kernel[(local_blocks + remote_blocks,)](
+        launch_triton(_expand_kernel, (local_blocks + remote_blocks,),
             local, remote, delta, pool, pool if keep is None else keep, plan.slot_row, plan.recv_token,
             plan.recv_count, plan.ok, plan.ok if state is None else state, num_tokens, shape.max_tokens,
             hidden, local_blocks, remote_blocks, pass_index, shape.window_tokens, PASSES=passes,

@@ -25,6 +25,8 @@ from ...routing import RoutingPlan
 from .combine import _rows_of
 from .fp8_gemm import Fp8Rows
 from .fp8_quantize import check_fp8_dims, magnitude_bits, quantization_factor
+from .layout import cdiv, next_power_of_2
+from .triton_launch import launch_triton
 
 
 @triton.jit
@@ -145,18 +147,18 @@ def expand_both(
     shape = plan.shape
     num_tokens, hidden = local.shape
     check_fp8_dims(hidden, 16)
-    blocks = triton.cdiv(hidden, BLOCK)
+    blocks = cdiv(hidden, BLOCK)
     pool = local.new_empty(shape.pool_rows, hidden) if out is None else out
     pool8 = Fp8Rows.empty(1, shape.pool_rows, hidden, local.device) if out8 is None else out8
     block_t = 2
-    local_blocks = triton.cdiv(num_tokens, block_t)
-    remote_blocks = triton.cdiv(shape.recv_rows, block_t)
+    local_blocks = cdiv(num_tokens, block_t)
+    remote_blocks = cdiv(shape.recv_rows, block_t)
     if local_blocks + remote_blocks:
-        _expand_both_kernel[(local_blocks + remote_blocks,)](
+        launch_triton(_expand_both_kernel, (local_blocks + remote_blocks,),
             local, remote, delta, pool, pool8.data, pool8.scale, plan.slot_row, plan.recv_token,
             plan.recv_count, num_tokens, shape.max_tokens, hidden, blocks, shape.pool_rows, local_blocks,
             remote_blocks, RANK=shape.rank, K=shape.top_k, BLOCK_T=block_t,
-            BLOCKS=min(triton.next_power_of_2(blocks), 16), FROM_PEERS=from_peers, num_warps=4,
+            BLOCKS=min(next_power_of_2(blocks), 16), FROM_PEERS=from_peers, num_warps=4,
         )  # fmt: skip
     return pool, pool8
 
@@ -186,20 +188,20 @@ def expand_fp8(
     shape = plan.shape
     num_tokens, hidden = local[0].shape
     check_fp8_dims(hidden, 16)
-    blocks = triton.cdiv(hidden, BLOCK)
+    blocks = cdiv(hidden, BLOCK)
     if out is None:
         out = Fp8Rows.empty(1, shape.pool_rows, hidden, local[0].device)
     words = hidden // 4
     block_t = 2
-    local_blocks = triton.cdiv(num_tokens, block_t)
-    remote_blocks = triton.cdiv(shape.recv_rows, block_t)
+    local_blocks = cdiv(num_tokens, block_t)
+    remote_blocks = cdiv(shape.recv_rows, block_t)
     if local_blocks + remote_blocks:
-        _expand_fp8_kernel[(local_blocks + remote_blocks,)](
+        launch_triton(_expand_fp8_kernel, (local_blocks + remote_blocks,),
             local[0].view(torch.int32), local[1], remote[0].view(torch.int32), remote[1], delta,
             out.data.view(torch.int32), out.scale, plan.slot_row, plan.recv_token, plan.recv_count,
             num_tokens, shape.max_tokens, words, blocks, shape.pool_rows, local_blocks, remote_blocks,
             RANK=shape.rank, K=shape.top_k, BLOCK_T=block_t,
-            BLOCK_W=min(triton.next_power_of_2(words), 1024),
-            BLOCK_B=triton.next_power_of_2(blocks), FROM_PEERS=from_peers, num_warps=4,
+            BLOCK_W=min(next_power_of_2(words), 1024),
+            BLOCK_B=next_power_of_2(blocks), FROM_PEERS=from_peers, num_warps=4,
         )  # fmt: skip
     return out

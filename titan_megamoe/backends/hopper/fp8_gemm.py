@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ...precision.quantize import BLOCK
@@ -30,6 +29,7 @@ from .fp8_quantize import QuantizedWeight, check_fp8_dims
 from .gemm_common import check_matrix, check_pool
 from .jit.cache import has_cubin
 from .jit.compiler import FIX, find_nvcc, find_nvrtc
+from .layout import cdiv
 from .tiles import BLOCK_M, PoolTiles
 
 COLUMNS = 256
@@ -52,7 +52,7 @@ class Fp8Rows(NamedTuple):
     def empty(matrices: int, rows: int, columns: int, device: torch.device) -> Fp8Rows:
         return Fp8Rows(
             torch.empty(matrices, rows, columns, dtype=torch.float8_e4m3fn, device=device),
-            torch.empty(matrices, triton.cdiv(columns, BLOCK), rows, dtype=torch.float32, device=device),
+            torch.empty(matrices, cdiv(columns, BLOCK), rows, dtype=torch.float32, device=device),
         )
 
 
@@ -100,16 +100,14 @@ def why_no_kernels() -> str | None:
 def check_rows(name: str, x: Fp8Rows, matrices: int, rows: int, columns: int) -> None:
     """Raise ConfigError unless x holds `matrices` of (rows, columns)."""
     check_matrix(f"{name}.data", x.data, (matrices, rows, columns), torch.float8_e4m3fn)
-    blocks = triton.cdiv(columns, BLOCK)
+    blocks = cdiv(columns, BLOCK)
     check_matrix(f"{name}.scale", x.scale, (matrices, blocks, rows), torch.float32)
 
 
 def _check_weight(name: str, data: Tensor, scale: Tensor, shape: tuple[int, int, int]) -> None:
     check_matrix(name, data, shape, torch.float8_e4m3fn)
     layers, m, n = shape
-    check_matrix(
-        f"{name}'s scale", scale, (layers, triton.cdiv(m, BLOCK), triton.cdiv(n, BLOCK)), torch.float32
-    )
+    check_matrix(f"{name}'s scale", scale, (layers, cdiv(m, BLOCK), cdiv(n, BLOCK)), torch.float32)
 
 
 def gemm_up_fp8(
@@ -156,7 +154,7 @@ def gemm_up_fp8(
             operand_map(x.data), operand_map(w13.data), h_map,
             h_map if gate_up is None else store_map(gate_up),
             x.scale, w13.scale, h.scale, weight_R, tiles.tile_expert, tiles.num_tiles, rows, intermediate,
-            triton.cdiv(hidden, BLOCK), experts,
+            cdiv(hidden, BLOCK), experts,
         ),
         device, reserved_sms=reserved_sms, defines=("SAVE",) * save,
     )  # fmt: skip
@@ -204,7 +202,7 @@ def gemm_plain_fp8(
         (
             operand_map(a.data), operand_map(weight), store_map(out.view(1, rows, columns)),
             a.scale, scale, tiles.tile_expert, tiles.num_tiles, rows, columns,
-            triton.cdiv(contraction, BLOCK), matrices, experts,
+            cdiv(contraction, BLOCK), matrices, experts,
         ),
         device, reserved_sms=reserved_sms,
     )  # fmt: skip
@@ -254,7 +252,7 @@ def gemm_down_backward_fp8(
     dgu = Fp8Rows.empty(2, rows, intermediate, device)
     dgu16 = torch.empty_like(gate_up) if need_grads else None
     h_RI = gate_up.new_empty(rows, intermediate) if need_h else None
-    parts = triton.cdiv(intermediate, COLUMNS)
+    parts = cdiv(intermediate, COLUMNS)
     dw_parts = weight_R.new_empty(parts, rows) if need_dw else None
     defines = ("WRITE_GRADS",) * need_grads + ("WRITE_H",) * need_h
     kinds = ("map",) * 6 + ("ptr",) * 5 + _TABLES + ("i32",)
@@ -266,7 +264,7 @@ def gemm_down_backward_fp8(
             saved_map if dgu16 is None else store_map(dgu16),
             saved_map if h_RI is None else store_map(h_RI.view(1, rows, intermediate)),
             dy.scale, w2.scale_t, dgu.scale, weight_R, dw_parts, tiles.tile_expert, tiles.num_tiles,
-            rows, intermediate, triton.cdiv(hidden, BLOCK), experts,
+            rows, intermediate, cdiv(hidden, BLOCK), experts,
         ),
         device, reserved_sms=reserved_sms, defines=defines,
     )  # fmt: skip

@@ -21,6 +21,8 @@ from torch import Tensor
 from ...errors import ConfigError
 from ...precision.quantize import AMAX_FLOOR, BLOCK, E4M3_MAX
 from .gemm_common import check_matrix
+from .layout import cdiv
+from .triton_launch import launch_triton
 
 _BLOCK = tl.constexpr(BLOCK)
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
@@ -140,7 +142,7 @@ def quantize_rows(
     tokens, hidden = x_TH.shape
     check_fp8_dims(hidden, FP8_UNIT)
     check_matrix("x_TH", x_TH, (tokens, hidden), torch.bfloat16)
-    blocks = triton.cdiv(hidden, BLOCK)
+    blocks = cdiv(hidden, BLOCK)
     if data is None:
         data = x_TH.new_empty(tokens, hidden, dtype=torch.float8_e4m3fn)
     if scale is None:
@@ -152,8 +154,8 @@ def quantize_rows(
         check_matrix(name, target, (max(tokens, target.shape[0]), width), dtype)
     if tokens:
         block_t = 4
-        grid = (triton.cdiv(tokens, block_t), triton.cdiv(blocks, _COLUMN_BLOCKS.value))
-        _quantize_rows_kernel[grid](
+        grid = (cdiv(tokens, block_t), cdiv(blocks, _COLUMN_BLOCKS.value))
+        launch_triton(_quantize_rows_kernel, grid,
             x_TH, data, scale, tokens, hidden, blocks, BLOCK_T=block_t, num_warps=4,
         )  # fmt: skip
     return data, scale
@@ -171,7 +173,7 @@ def quantize_weights(weights: list[Tensor]) -> QuantizedWeight:
     """
     experts, m, n = weights[0].shape
     check_fp8_dims(m, n)
-    layers, mb, nb = experts * len(weights), triton.cdiv(m, BLOCK), triton.cdiv(n, BLOCK)
+    layers, mb, nb = experts * len(weights), cdiv(m, BLOCK), cdiv(n, BLOCK)
     new = weights[0].new_empty
     result = QuantizedWeight(
         new(layers, m, n, dtype=torch.float8_e4m3fn),
@@ -185,7 +187,15 @@ def quantize_weights(weights: list[Tensor]) -> QuantizedWeight:
         check_matrix(f"weights[{i}]", w, (experts, m, n), w.dtype)
         part = slice(i * experts, (i + 1) * experts)
         if experts:
-            _quantize_weights_kernel[(experts * mb * nb,)](
-                w, *(t[part] for t in result), m, n, mb, nb, num_warps=8
+            launch_triton(
+                _quantize_weights_kernel,
+                (experts * mb * nb,),
+                w,
+                *(t[part] for t in result),
+                m,
+                n,
+                mb,
+                nb,
+                num_warps=8,
             )
     return result

@@ -32,6 +32,7 @@ from .gemm_common import (
 )
 from .gemm_specialized import HALF, down_specialized_kernel
 from .tiles import BLOCK_M, PoolTiles
+from .triton_launch import launch_triton
 
 DOWN_CONFIG = GemmConfig(block_n=256, block_k=64, warps=8, stages=3, subtiles=2)
 
@@ -104,7 +105,9 @@ def gemm_down(
     grid = (grid_size(h_RI.device, c, reserved_sms),)
     shape = dict(H=hidden, I=intermediate)
     if c == SPECIALIZED:
-        down_specialized_kernel[grid](
+        launch_triton(
+            down_specialized_kernel,
+            grid,
             matrix_descriptor(h_RI, BLOCK_M, c.block_k),
             matrix_descriptor(w2, c.block_n, c.block_k),
             matrix_descriptor(o_RH, HALF.value, c.block_n),
@@ -114,7 +117,9 @@ def gemm_down(
             **LAUNCH_SPECIALIZED,
         )
         return o_RH
-    down_kernel[grid](
+    launch_triton(
+        down_kernel,
+        grid,
         block_descriptor(h_RI, (BLOCK_M, c.block_k)),
         block_descriptor(w2, (1, c.block_n, c.block_k)),
         block_descriptor(o_RH, (BLOCK_M, c.block_n // c.subtiles)),

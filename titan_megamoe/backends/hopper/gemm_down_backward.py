@@ -43,6 +43,7 @@ from .gemm_specialized import BLOCK, PIECE
 from .layout import cdiv
 from .swiglu_backward import down_backward_specialized_kernel
 from .tiles import BLOCK_M, PoolTiles
+from .triton_launch import launch_triton
 
 DOWN_BACKWARD_CONFIG = GemmConfig(block_n=256, block_k=64, warps=8, stages=3, subtiles=8)
 
@@ -197,7 +198,9 @@ def gemm_down_backward(
     shape = dict(H=hidden, I=intermediate, NEED_H=need_h, NEED_DW=need_dw)
     grid = (grid_size(dy_RH.device, c, reserved_sms),)
     if c == SPECIALIZED:
-        down_backward_specialized_kernel[grid](
+        launch_triton(
+            down_backward_specialized_kernel,
+            grid,
             matrix_descriptor(dy_RH, BLOCK_M, c.block_k),
             matrix_descriptor(w2, c.block_k, c.block_n),
             matrix_descriptor(g_RI, PIECE.value, BLOCK.value),
@@ -208,7 +211,9 @@ def gemm_down_backward(
             **LAUNCH_SPECIALIZED,
         )
     else:
-        down_backward_kernel[grid](
+        launch_triton(
+            down_backward_kernel,
+            grid,
             block_descriptor(dy_RH, (BLOCK_M, c.block_k)),
             block_descriptor(w2, (1, c.block_k, c.block_n)),
             g_RI,

@@ -38,6 +38,7 @@ from .gemm_common import (
 )
 from .gemm_specialized import BLOCK, HALF, up_specialized_kernel
 from .tiles import BLOCK_M, PoolTiles
+from .triton_launch import launch_triton
 
 UP_CONFIG = GemmConfig(block_n=128, block_k=64, warps=8, stages=3, subtiles=2)
 
@@ -145,7 +146,9 @@ def gemm_up(
     programs = grid_size(x_RH.device, c, reserved_sms)
     if c == SPECIALIZED:
         half = c.block_n // 2
-        up_specialized_kernel[(programs,)](
+        launch_triton(
+            up_specialized_kernel,
+            (programs,),
             matrix_descriptor(x_RH, BLOCK_M, c.block_k),
             matrix_descriptor(w1, half, c.block_k),
             matrix_descriptor(w3, half, c.block_k),
@@ -164,7 +167,9 @@ def gemm_up(
         return Up(h_RI, gu)
     piece = c.block_n // c.subtiles
     h_desc = block_descriptor(h_RI, (BLOCK_M, piece))
-    up_kernel[(programs,)](
+    launch_triton(
+        up_kernel,
+        (programs,),
         block_descriptor(x_RH, (BLOCK_M, c.block_k)),
         block_descriptor(w1, (1, c.block_n, c.block_k)),
         block_descriptor(w3, (1, c.block_n, c.block_k)),

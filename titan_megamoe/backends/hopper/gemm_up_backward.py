@@ -32,6 +32,7 @@ from .gemm_common import (
 )
 from .gemm_specialized import HALF, up_backward_specialized_kernel
 from .tiles import BLOCK_M, PoolTiles
+from .triton_launch import launch_triton
 
 UP_BACKWARD_CONFIG = GemmConfig(block_n=256, block_k=32, warps=8, stages=3, subtiles=2)
 
@@ -108,7 +109,9 @@ def gemm_up_backward(
     dx_RH = output_or_new(out, "out", (rows, hidden), dgu)
     c = choose_config(config, UP_BACKWARD_CONFIG, intermediate)
     if c == SPECIALIZED:
-        up_backward_specialized_kernel[(grid_size(dgu.device, c, reserved_sms),)](
+        launch_triton(
+            up_backward_specialized_kernel,
+            (grid_size(dgu.device, c, reserved_sms),),
             matrix_descriptor(dgu, BLOCK_M, c.block_k),
             matrix_descriptor(w1, c.block_k, c.block_n),
             matrix_descriptor(w3, c.block_k, c.block_n),
@@ -121,7 +124,9 @@ def gemm_up_backward(
             **LAUNCH_SPECIALIZED,
         )
         return dx_RH
-    up_backward_kernel[(grid_size(dgu.device, c, reserved_sms),)](
+    launch_triton(
+        up_backward_kernel,
+        (grid_size(dgu.device, c, reserved_sms),),
         block_descriptor(dgu, (1, BLOCK_M, c.block_k)),
         block_descriptor(w1, (1, c.block_k, c.block_n)),
         block_descriptor(w3, (1, c.block_k, c.block_n)),

@@ -24,6 +24,7 @@ from ...routing import RoutingPlan
 from . import status
 from .layout import cdiv, next_power_of_2
 from .tiles import BLOCK_M
+from .triton_launch import launch_triton
 
 CHUNK_TOKENS = 32
 BAD_ID = -2
@@ -335,14 +336,14 @@ def build_plans(
         CHUNK=CHUNK_TOKENS,
     )
     warps = 8 if sizes["E_P"] > 64 else 4
-    _histogram_kernel[(num_chunks,)](
+    launch_triton(_histogram_kernel, (num_chunks,),
         ids, delta, tokens, hist, num_chunks, per_rank, shape.max_tokens,
         WORLD_P=max(next_power_of_2(world), 2), num_warps=warps, **sizes,
     )  # fmt: skip
-    _prefix_kernel[(columns,)](hist, total, num_chunks, BLOCK=1024, num_warps=4)
+    launch_triton(_prefix_kernel, (columns,), hist, total, num_chunks, BLOCK=1024, num_warps=4)
     for index, plan in enumerate(plans):
         window_chunks = cdiv(shape.window_tokens, CHUNK_TOKENS) if len(plans) > 1 else per_rank
-        _layout_kernel[(shape.max_tiles,)](
+        launch_triton(_layout_kernel, (shape.max_tiles,),
             total, state, report, signature, shape.max_routed_rows, shape.max_tiles,
             plan.offs, plan.counts, plan.num_tiles, plan.recv_count, plan.ok, plan.tile_expert,
             plan.row_source, plan.row_slot, plan.row_weight, base, hist, num_chunks, per_rank, index,
@@ -351,7 +352,7 @@ def build_plans(
             PASSES=len(plans), BLOCK_M=BLOCK_M, CODE_BAD_ID=status.BAD_ID,
             CODE_ROUTED_ROWS=status.ROUTED_ROWS, num_warps=4,
         )  # fmt: skip
-        _fill_kernel[(num_chunks,)](
+        launch_triton(_fill_kernel, (num_chunks,),
             ids, weights, delta, tokens, hist, total, base, plan.ok, num_chunks, per_rank,
             shape.max_tokens, plan.row_source, plan.row_slot, plan.row_weight, plan.slot_row,
             plan.recv_token, index, window_chunks, PASSES=len(plans), num_warps=warps, **sizes,

@@ -16,6 +16,7 @@ import torch
 import triton
 
 from .symmetric import globaltimer
+from .triton_launch import launch_triton
 
 HEAD_START_NS = 6_000
 
@@ -49,7 +50,7 @@ def beside(
     with torch.cuda.stream(side):
         side.wait_event(ready)
         if head_start_ns:
-            _pause_kernel[(1,)](head_start_ns, num_warps=1)
+            launch_triton(_pause_kernel, (1,), head_start_ns, num_warps=1)
         yield done
         done.record(side)
 

@@ -39,6 +39,7 @@ from torch import Tensor
 from . import status
 from .layout import MAIL_WORDS, PROGRESS_AT, cdiv, next_power_of_2
 from .plan_kernels import BAD_ID, _report
+from .triton_launch import launch_triton
 
 _GENERATION_BITS = tl.constexpr(status.GENERATION_BITS)
 _MAIL = tl.constexpr(MAIL_WORDS)
@@ -268,7 +269,7 @@ def publish(
     top_k = ids.shape[1] if routing else 1
     block_h = min(next_power_of_2(hidden), 2048)
     block_t = max(8192 // block_h, 1)
-    _publish_kernel[(cdiv(num_tokens, block_t),)](
+    launch_triton(_publish_kernel, (cdiv(num_tokens, block_t),),
         x, ids, weights, sym_x, sym_ids, sym_weights, num_tokens, hidden, num_experts,
         K=top_k, KP=next_power_of_2(top_k), BAD_ID=BAD_ID, BLOCK_T=block_t,
         BLOCK_H=block_h, COPY_X=copy_x, COPY_ROUTING=routing is not None, num_warps=4,
@@ -295,7 +296,7 @@ def open_call(
     `call` (1,) int32 gets the call's number in a forward; in a backward it holds the number of its forward,
     which must be the same on all ranks.
     """
-    _open_call_kernel[(1,)](
+    launch_triton(_open_call_kernel, (1,),
         mail, delta, state, report, tokens, call, signature, num_tokens, call,
         int(min(timeout_s, 1e9) * 1e9), WORLD=world, WORLD_P=max(next_power_of_2(world), 2),
         RANK=rank, IS_BACKWARD=backward, TIMEOUT=status.TIMEOUT_OPEN, AHEAD=status.PEER_AHEAD,
@@ -326,7 +327,7 @@ def meet(
     A call that was given up before is left alone: its peers gave up as well, or meet the end of their wait.
     One that all ranks refuse alike is not: a peer may still read what this rank published.
     """
-    _meet_kernel[(1,)](
+    launch_triton(_meet_kernel, (1,),
         mail, delta, state, report, signature, int(min(timeout_s, 1e9) * 1e9), WORLD=world,
         WORLD_P=max(next_power_of_2(world), 2), RANK=rank, POINT=point, TIMEOUT=_TIMEOUTS[point],
         AHEAD=status.PEER_AHEAD, GAVE_UP=status.PEER_GAVE_UP, num_warps=1,
@@ -335,7 +336,7 @@ def meet(
 
 def refuse_call(mail: Tensor, delta: Tensor, state: Tensor, *, world: int, rank: int) -> None:
     """Tell the peers that this rank refuses the call they are about to make or are waiting in."""
-    _refuse_kernel[(1,)](
+    launch_triton(_refuse_kernel, (1,),
         mail, delta, state, WORLD=world, WORLD_P=max(next_power_of_2(world), 2), RANK=rank,
         num_warps=1,
     )  # fmt: skip

@@ -38,6 +38,7 @@ from .gemm_common import (
 )
 from .layout import next_power_of_2
 from .tiles import PoolTiles
+from .triton_launch import launch_triton
 
 WGRAD_CONFIG = GemmConfig(block_n=256, block_k=64, warps=8, stages=4, subtiles=2)
 WGRAD_ROWS = 128
@@ -162,7 +163,9 @@ def _launch(
     programs = grid_size(a.device, c, reserved_sms)
     experts_pow2 = next_power_of_2(experts)
     order = a.new_empty((programs, experts_pow2), dtype=torch.int32)
-    wgrad_kernel[(programs,)](
+    launch_triton(
+        wgrad_kernel,
+        (programs,),
         create_ragged_descriptor(a, (c.block_k, WGRAD_ROWS)),
         create_ragged_descriptor(b, (c.block_k, c.block_n)),
         descs[0],

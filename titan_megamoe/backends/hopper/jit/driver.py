@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,12 +45,18 @@ def check(result: int, what: str) -> None:
         raise MegaMoEError(f"{what} failed: CUDA error {result} ({(text.value or b'?').decode()}).")
 
 
+_thread = threading.local()
+
+
 def ensure_context(device: int) -> None:
-    """Make the device's primary context current where this thread has none.
+    """Make the device's primary context current where this thread has none. Asks once in each thread: torch
+    changes from one context to another, never to none.
 
     Autograd runs a backward in threads of its own; one in which no runtime call has been made yet has no
     context, and the driver refuses its launches.
     """
+    if getattr(_thread, "has_context", False):
+        return
     cuda, context = libcuda(), ctypes.c_void_p()
     check(cuda.cuInit(0), "cuInit")
     check(cuda.cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
@@ -58,6 +65,7 @@ def ensure_context(device: int) -> None:
         check(cuda.cuDeviceGet(ctypes.byref(handle), device), "cuDeviceGet")
         check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), "cuDevicePrimaryCtxRetain")
         check(cuda.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+    _thread.has_context = True
 
 
 class Kernel:
@@ -76,6 +84,7 @@ class Kernel:
     ) -> None:
         self.function, self.name, self.kinds = function, name, tuple(kinds)
         self.threads, self.shared_bytes = threads, shared_bytes
+        self._addresses = ctypes.c_void_p * len(self.kinds)
 
     def launch(self, blocks: int, arguments: Sequence[Any], device: torch.device) -> None:
         """Launch a grid of `blocks` blocks on the device's current stream.
@@ -87,25 +96,34 @@ class Kernel:
         if len(arguments) != len(self.kinds):
             raise ConfigError(f"{self.name} takes {len(self.kinds)} arguments, {len(arguments)} were given.")
         values = [_pack(kind, value) for kind, value in zip(self.kinds, arguments, strict=True)]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
-        with torch.cuda.device(device):
-            ensure_context(torch.cuda.current_device())
-            stream = torch.cuda.current_stream(device).cuda_stream
-            check(
-                libcuda().cuLaunchKernel(
-                    self.function, blocks, 1, 1, self.threads, 1, 1, self.shared_bytes,
-                    ctypes.c_void_p(stream), pointers, None,
-                ),
-                f"launch of {self.name}",
-            )  # fmt: skip
+        addresses = self._addresses(*map(ctypes.addressof, values))
+        current = torch.cuda.current_device()
+        if device.index is None or device.index == current:
+            self._start(blocks, addresses, current)
+        else:
+            with torch.cuda.device(device):
+                self._start(blocks, addresses, device.index)
+
+    def _start(self, blocks: int, addresses: Any, device: int) -> None:
+        """Launch on the current stream of the current device."""
+        ensure_context(device)
+        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device))
+        result = libcuda().cuLaunchKernel(
+            self.function, blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, addresses, None
+        )
+        if result:
+            check(result, f"launch of {self.name}")
 
 
 def _pack(kind: str, value: Any) -> Any:
-    """A ctypes object that holds a parameter's bytes."""
+    """A ctypes object that holds a parameter's bytes; nobody writes to it."""
     if kind == "ptr":
         return ctypes.c_void_p(value.data_ptr() if isinstance(value, Tensor) else value)
-    if kind == "map":
-        return value.words
+    return value.words if kind == "map" else _number(kind, value)
+
+
+@functools.lru_cache(maxsize=1024)
+def _number(kind: str, value: Any) -> Any:
     return _NUMBERS[kind](value)
 
 

@@ -43,48 +43,53 @@ def tensor_map(tensor: Tensor, box: Sequence[int]) -> TensorMap:
     Raises:
         ConfigError: the TMA unit cannot address this tensor or box.
     """
-    size = tensor.element_size()
-    strides = tuple(s * size for s in tensor.stride()[:-1])
-    problem = _problem(tensor, strides, box)
-    if problem:
-        raise ConfigError(
-            f"no tensor map for a {tensor.dtype} tensor of shape {tuple(tensor.shape)}, strides "
-            f"{tuple(tensor.stride())} and boxes {tuple(box)}: {problem}."
-        )
-    return _encode(tensor.data_ptr(), _DATA_TYPE[tensor.dtype], tuple(tensor.shape), strides, tuple(box))
+    return _encode(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tuple(box))
 
 
-def _problem(tensor: Tensor, strides: tuple[int, ...], box: Sequence[int]) -> str | None:
-    if tensor.dtype not in _DATA_TYPE:
+def _problem(
+    address: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]
+) -> str | None:
+    """Why there is no such map; strides in elements."""
+    size = dtype.itemsize
+    if dtype not in _DATA_TYPE:
         return f"the dtype must be one of {', '.join(map(str, _DATA_TYPE))}"
-    if not 2 <= tensor.dim() <= 5 or len(box) != tensor.dim():
+    if not 2 <= len(shape) <= 5 or len(box) != len(shape):
         return "it needs 2 to 5 dimensions and as many box extents"
-    if tensor.stride(-1) != 1 or any(s % 16 or not 0 < s < 1 << 40 for s in strides):
+    if strides[-1] != 1 or any(s * size % 16 or not 0 < s * size < 1 << 40 for s in strides[:-1]):
         return "its last dimension must be contiguous, the strides of the others multiples of 16 bytes"
-    if tensor.data_ptr() % 16:
+    if address % 16:
         return "its address must be a multiple of 16"
-    if box[-1] * tensor.element_size() != ROW_BYTES or any(not 0 < b <= 256 for b in box):
+    if box[-1] * size != ROW_BYTES or any(not 0 < b <= 256 for b in box):
         return f"a box row must have {ROW_BYTES} bytes, every extent at most 256"
-    if any(not 0 < n < 1 << 32 for n in tensor.shape):
+    if any(not 0 < n < 1 << 32 for n in shape):
         return "every extent must be between 1 and 2^32"
     return None
 
 
 @functools.lru_cache(maxsize=1024)
 def _encode(
-    address: int, data_type: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+    address: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], box: tuple[int, ...]
 ) -> TensorMap:
-    """The driver wants every list with the contiguous dimension first."""
+    """The driver wants every list with the contiguous dimension first. A map says where and how, not what: it
+    stays right for whatever the allocator puts at the address later.
+    """
+    problem = _problem(address, dtype, shape, strides, box)
+    if problem:
+        raise ConfigError(
+            f"no tensor map for a {dtype} tensor of shape {tuple(shape)}, strides {tuple(strides)} and boxes "
+            f"{tuple(box)}: {problem}."
+        )
+    size = dtype.itemsize
     rank = len(shape)
     result = TensorMap()
     check(
         libcuda().cuTensorMapEncodeTiled(
             ctypes.byref(result.words),
-            ctypes.c_int(data_type),
+            ctypes.c_int(_DATA_TYPE[dtype]),
             ctypes.c_uint32(rank),
             ctypes.c_void_p(address),
             (ctypes.c_uint64 * rank)(*reversed(shape)),
-            (ctypes.c_uint64 * (rank - 1))(*reversed(strides)),
+            (ctypes.c_uint64 * (rank - 1))(*(s * size for s in reversed(strides[:-1]))),
             (ctypes.c_uint32 * rank)(*reversed(box)),
             (ctypes.c_uint32 * rank)(*([1] * rank)),
             ctypes.c_int(0),

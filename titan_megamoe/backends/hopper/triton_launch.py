@@ -1,0 +1,200 @@
+"""Launch a Triton kernel without asking Triton each time what it has already answered.
+
+`kernel[grid](...)` binds, classifies and hashes its arguments, reads its settings and looks up the compiled
+kernel: 20 to 60 microseconds on the host, a dozen times a layer. `launch_triton(kernel, grid, ...)` lets it
+do that for the first call of a kind and remembers the compiled kernel; later calls of that kind go straight
+to the C function that Triton has made to launch it.
+
+Two calls are of one kind if nothing that Triton compiles for differs: kernel and device, named values
+(constants and options), and for each positional argument
+
+    tensor        its dtype, and whether its address is a multiple of 16
+    int           whether it is 1, whether it is a multiple of 16, whether it needs 64 bits
+    descriptor    class, dtype, block, layout, padding; its tensor map is kept for each address and shape
+
+All else goes Triton's own way every time: the interpreter, another version of Triton (this reads what 3.6
+keeps inside), kernels with scratch memory, launch hooks (profilers), other kinds of arguments. Triton's
+TRITON_DEBUG and instrumentation settings are those of the first call of a kind.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+KNOWN_TRITON = "3.6."
+"""Beginning of the versions whose launchers this file knows."""
+
+_JIT = (JITFunction, GluonJITFunction)
+_DESCRIPTORS = (TensorDescriptor, GluonDescriptor)
+_NAMED = (bool, int, float, str, type(None))
+_INT32 = 1 << 31
+_known_triton = triton.__version__.startswith(KNOWN_TRITON)
+
+
+class _Kind:
+    """How calls of one kind are launched.
+
+    Attributes:
+        kernel: held, so that its id stays its own.
+        start: the C function; None: Triton's own way.
+        function, cooperative, pdl, metadata: what it takes of the compiled kernel.
+        maps: for each descriptor among the arguments, in their order, what its tensor map needs.
+        constants: values of the parameters after the positional ones.
+    """
+
+    __slots__ = ("constants", "cooperative", "function", "kernel", "maps", "metadata", "pdl", "start")
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.start: Any = None
+        self.function = self.cooperative = self.pdl = self.metadata = None
+        self.maps: tuple[tuple[Any, ...], ...] = ()
+        self.constants: tuple[Any, ...] = ()
+
+
+_kinds: dict[tuple[Any, ...], _Kind] = {}
+
+
+def launch_triton(kernel: Any, grid: tuple[int, ...], /, *args: Any, **named: Any) -> None:
+    """`kernel[grid](*args, **named)` on the current device's current stream.
+
+    Args:
+        kernel: a kernel of Triton or Gluon.
+        grid: 1 to 3 extents.
+        args: the kernel's first parameters in order, none of them constexpr.
+        named: the other parameters, all constexpr, and launch options.
+    """
+    if type(kernel) not in _JIT or not _known_triton:
+        kernel[grid](*args, **named)
+        return
+    active = driver.active
+    device = active.get_current_device()
+    key: list[Any] = [id(kernel), device, *named.items()]
+    values: list[Any] = []
+    descriptors: list[tuple[int, Any]] = []
+    add, put = key.append, values.append
+    for argument in args:
+        is_a = type(argument)
+        if is_a is int:
+            if argument == 1:
+                add(1)
+            elif -_INT32 <= argument < _INT32:
+                add(2 if argument & 15 else 3)
+            else:
+                add(_wide(argument))
+            put(argument)
+        elif is_a is Tensor or isinstance(argument, Tensor):
+            address = argument.data_ptr()
+            add(argument.dtype)
+            add(address & 15 == 0)
+            # Triton asks the CUDA driver about a tensor's address; a CUDA tensor's needs no question.
+            put(address if argument.is_cuda else argument)
+        elif is_a in _DESCRIPTORS:
+            add(_descriptor_kind(argument))
+            descriptors.append((len(values), argument))
+            put(argument)
+        else:
+            kernel[grid](*args, **named)
+            return
+    facts = tuple(key)
+    kind = _kinds.get(facts)
+    if kind is None:
+        compiled = kernel[grid](*args, **named)
+        _kinds[facts] = _learn(kernel, compiled, args, named, len(descriptors))
+        return
+    if kind.start is None or kernel.pre_run_hooks or _hooked():
+        kernel[grid](*args, **named)
+        return
+    # From the last: a map takes several places.
+    for index in range(len(descriptors) - 1, -1, -1):
+        place, descriptor = descriptors[index]
+        values[place : place + 1] = _map_arguments(
+            descriptor.base.data_ptr(), tuple(descriptor.shape), tuple(descriptor.strides),
+            descriptor.padding == "nan", kind.maps[index],
+        )  # fmt: skip
+    x, y, z = (grid[0], 1, 1) if len(grid) == 1 else (*grid, 1)[:3]
+    kind.start(
+        x, y, z, active.get_current_stream(device), kind.function, kind.cooperative, kind.pdl,
+        None, None, kind.metadata, None, None, None, *values, *kind.constants,
+    )  # fmt: skip
+
+
+def _wide(value: int) -> int:
+    """Equal for integers of more than 32 bits that Triton compiles alike."""
+    return (4 if -(1 << 63) <= value < 1 << 63 else 6) + (value & 15 == 0)
+
+
+def _descriptor_kind(descriptor: Any) -> tuple[Any, ...]:
+    layout = getattr(descriptor, "layout", None)
+    return (
+        type(descriptor), descriptor.base.dtype, tuple(descriptor.block_shape), layout, descriptor.padding,
+        len(descriptor.shape),
+    )  # fmt: skip
+
+
+def _hooked() -> bool:
+    """Whether something wants to be told of launches."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    if type(enter) is type(leave) is knobs.HookChain:
+        return bool(enter.calls or leave.calls)
+    return enter is not None or leave is not None
+
+
+def _learn(kernel: Any, compiled: Any, args: tuple[Any, ...], named: dict[str, Any], maps: int) -> _Kind:
+    """What a first call has compiled; a kind without `start` where this file does not know its way."""
+    kind = _Kind(kernel)
+    constants = []
+    for parameter in kernel.params[len(args) :]:
+        value = named.get(parameter.name, parameter.default)
+        if not parameter.is_constexpr or type(value) not in _NAMED:
+            return kind
+        constants.append(value)
+    if any(parameter.is_constexpr for parameter in kernel.params[: len(args)]):
+        return kind
+    launcher = compiled.run
+    metadata = compiled.metadata
+    described = getattr(metadata, "tensordesc_meta", None) or ()
+    if launcher.global_scratch_size or launcher.profile_scratch_size or len(described) != maps:
+        return kind
+    start = launcher.launch
+    if maps:  # wrapped into a function that makes the maps each time
+        names = start.__code__.co_freevars
+        if "launcher" not in names or any(m is None or m["fp4_padded"] for m in described):
+            return kind
+        start = start.__closure__[names.index("launcher")].cell_contents
+    kind.maps = tuple(
+        (m["swizzle"], m["elem_size"], m["elem_type"], tuple(m["block_size"])) for m in described
+    )
+    kind.function, kind.metadata = compiled.function, compiled.packed_metadata
+    kind.cooperative, kind.pdl = launcher.launch_cooperative_grid, launcher.launch_pdl
+    kind.constants = tuple(constants)
+    kind.start = start
+    return kind
+
+
+@functools.lru_cache(maxsize=4096)
+def _map_arguments(
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...], nan: bool, facts: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """What a launcher takes for a descriptor: the tensor map, shape, strides.
+
+    A map says where and how, not what: it stays right for whatever lies at the address later.
+    """
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    swizzle, elem_size, elem_type, block = facts
+    encoded = driver.active.utils.fill_tma_descriptor(
+        address, swizzle, elem_size, TMA_DTYPE_DEVICE_TO_HOST[elem_type], list(block), list(shape),
+        list(strides), int(nan),
+    )  # fmt: skip
+    return (encoded, *shape, *strides)
