@@ -39,25 +39,25 @@ class PlanShape:
     max_tokens: int
     max_routed_rows: int
 
-    @property
+    @functools.cached_property
     def pool_rows(self) -> int:
         """P."""
         return pool_rows(self.max_routed_rows, self.num_local_experts)
 
-    @property
+    @functools.cached_property
     def max_tiles(self) -> int:
         return max_tiles(self.max_routed_rows, self.num_local_experts)
 
-    @property
+    @functools.cached_property
     def recv_rows(self) -> int:
         """Rows of the receive buffer: every token of every peer, once."""
         return (self.world - 1) * self.max_tokens
 
-    @property
+    @functools.cached_property
     def num_experts(self) -> int:
         return self.world * self.num_local_experts
 
-    @property
+    @functools.cached_property
     def window_tokens(self) -> int:
         """Tokens of each rank in one of several passes: as many as never make more than R_max rows.
 
@@ -67,7 +67,7 @@ class PlanShape:
             return self.max_tokens
         return self.max_routed_rows // (self.world * self.top_k * WINDOW_UNIT) * WINDOW_UNIT
 
-    @property
+    @functools.cached_property
     def passes(self) -> int:
         """Passes in which any routing can be computed; 1 also where R_max is too small for passes."""
         window = self.window_tokens
@@ -91,7 +91,7 @@ class PlanShape:
             "recv_token": max(self.recv_rows, 1),
         }
 
-    @property
+    @functools.cached_property
     def words(self) -> int:
         """Length of the flat tensor that holds all tables."""
         return sum(-(-n // _ALIGN) * _ALIGN for n in self.tables().values())

@@ -57,13 +57,13 @@ def resolve_backend(device: torch.device, group: dist.ProcessGroup | None, confi
     first of the registry that can run and logs, once per group and config, which and why.
     """
     known = _resolved.get(group)
-    key = (device.type, config)
+    key = (device.type, config.text)
     if key not in known:
         known[key] = _choose(torch.device(device.type), group, config)
     return known[key]
 
 
-_resolved: PerGroup[dict[tuple[str, MegaMoEConfig], str]] = PerGroup(dict)
+_resolved: PerGroup[dict[tuple[str, str], str]] = PerGroup(dict)
 
 
 def _choose(device: torch.device, group: dist.ProcessGroup | None, config: MegaMoEConfig) -> str:

@@ -351,15 +351,15 @@ def _one_domain(group: dist.ProcessGroup) -> str | None:
     return None
 
 
-def _plan_shape(call: MoECall, max_tokens: int) -> PlanShape:
-    return PlanShape(
-        world=call.world,
-        rank=call.rank,
-        top_k=call.top_k,
-        num_local_experts=call.num_local_experts,
-        max_tokens=max_tokens,
-        max_routed_rows=max(call.config.routed_rows_bound(call.top_k, max_tokens), 1),
-    )
+def _plan_shape(
+    call: MoECall, max_tokens: int, make: Callable[[int, int, int, int, int, int], PlanShape] = PlanShape
+) -> PlanShape:
+    rows = max(call.config.routed_rows_bound(call.top_k, max_tokens), 1)
+    return make(call.world, call.rank, call.top_k, call.num_local_experts, max_tokens, rows)
+
+
+_kept_shape = functools.lru_cache(maxsize=256)(PlanShape)
+"""One object for equal sizes: it keeps what follows from them. Not for sizes that are symbols."""
 
 
 def _prepare(call: MoECall) -> tuple[Workspace, PlanShape]:
@@ -373,7 +373,7 @@ def _prepare(call: MoECall) -> tuple[Workspace, PlanShape]:
         hidden=call.hidden,
         fp8=call.config.precision != "bf16",
     )
-    shape = _plan_shape(call, workspace.geometry.max_tokens)
+    shape = _plan_shape(call, workspace.geometry.max_tokens, _kept_shape)
     workspace.raise_reported(call.config.timeout_s, shape.max_routed_rows)
     workspace.enter()
     return workspace, shape
@@ -390,7 +390,7 @@ def _open(workspace: Workspace, plan: RoutingPlan, call: MoECall, signature: int
 def _signature(call: MoECall, shape: PlanShape, phase: Phase) -> int:
     """31 bits: the phase below, a hash of all that must be equal on the ranks above."""
     return _hash(
-        call.hidden, call.intermediate, call.needs.bits, call.config,
+        call.hidden, call.intermediate, call.needs, call.config.text,
         (shape.world, shape.top_k, shape.num_local_experts, shape.max_tokens),
     ) << 4 | int(phase)  # fmt: skip
 

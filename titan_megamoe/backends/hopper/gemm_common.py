@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -23,6 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...errors import ConfigError
 from .tiles import BLOCK_M, PoolTiles
+from .triton_launch import with_kind
 
 ELEMENTS_16B = 8
 """bf16 elements in 16 bytes, the unit in which the TMA unit addresses rows."""
@@ -157,16 +159,45 @@ def check_operands(
 
 def block_descriptor(x: Tensor, block: Sequence[int]) -> TensorDescriptor:
     """TMA descriptor of a contiguous tensor; elements past any of its bounds read as zero."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
-
-
-_SWIZZLED = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    if x.data_ptr() % 16:
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))  # raises
+    return _over(x, _block_pattern(x.shape, x.stride(), x.dtype, tuple(block)))
 
 
 def matrix_descriptor(x: Tensor, rows: int, columns: int) -> GluonDescriptor:
     """TMA descriptor, for the specialised kernels, of a contiguous tensor as one matrix."""
-    matrix = x.view(-1, x.shape[-1])
-    return GluonDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], _SWIZZLED)
+    matrix = x if x.dim() == 2 else x.view(-1, x.shape[-1])
+    if x.data_ptr() % 16:
+        return GluonDescriptor(
+            matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], SWIZZLED
+        )  # raises
+    return _over(matrix, _matrix_pattern(matrix.shape, matrix.stride(), x.dtype, rows, columns))
+
+
+SWIZZLED = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+def _over(x: Tensor, pattern: Any) -> Any:
+    """`pattern`, which its class has checked, for an aligned tensor of the same shape, strides and dtype."""
+    descriptor = object.__new__(type(pattern))
+    descriptor.__dict__.update(pattern.__dict__, base=x)
+    return descriptor
+
+
+@functools.lru_cache(maxsize=1024)
+def _block_pattern(
+    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, block: tuple[int, ...]
+) -> TensorDescriptor:
+    made = TensorDescriptor(torch.empty(16, dtype=dtype), list(shape), list(strides), list(block))
+    return with_kind(made)
+
+
+@functools.lru_cache(maxsize=1024)
+def _matrix_pattern(
+    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int, columns: int
+) -> GluonDescriptor:
+    like = torch.empty(16, dtype=dtype)
+    return with_kind(GluonDescriptor(like, list(shape), list(strides), [rows, columns], SWIZZLED))
 
 
 def output_or_new(out: Tensor | None, name: str, shape: Sequence[int], like: Tensor) -> Tensor:

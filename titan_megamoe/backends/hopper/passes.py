@@ -44,6 +44,8 @@ def recv_rows(shape: PlanShape, passes: int) -> int:
 
 def plans_over(flat: Tensor, shape: PlanShape) -> list[RoutingPlan]:
     """The plans of all passes, whose tables lie in `flat` (M · words,) int32."""
+    if flat.shape[0] == shape.words:
+        return [RoutingPlan.over(flat, shape)]
     return [RoutingPlan.over(part, shape) for part in flat.view(-1, shape.words)]
 
 

@@ -100,7 +100,7 @@ def launch_triton(kernel: Any, grid: tuple[int, ...], /, *args: Any, **named: An
             # Triton asks the CUDA driver about a tensor's address; a CUDA tensor's needs no question.
             put(address if argument.is_cuda else argument)
         elif is_a in _DESCRIPTORS:
-            add(_descriptor_kind(argument))
+            add(argument.__dict__.get(_KIND) or _descriptor_kind(argument))
             descriptors.append((len(values), argument))
             put(argument)
         else:
@@ -134,12 +134,23 @@ def _wide(value: int) -> int:
     return (4 if -(1 << 63) <= value < 1 << 63 else 6) + (value & 15 == 0)
 
 
-def _descriptor_kind(descriptor: Any) -> tuple[Any, ...]:
-    layout = getattr(descriptor, "layout", None)
-    return (
-        type(descriptor), descriptor.base.dtype, tuple(descriptor.block_shape), layout, descriptor.padding,
-        len(descriptor.shape),
+_KIND = "_titan_megamoe_kind"
+_descriptor_kinds: dict[tuple[Any, ...], str] = {}
+
+
+def _descriptor_kind(descriptor: Any) -> str:
+    """One string for all descriptors that Triton compiles alike."""
+    facts = (
+        type(descriptor), descriptor.base.dtype, tuple(descriptor.block_shape),
+        getattr(descriptor, "layout", None), descriptor.padding,
     )  # fmt: skip
+    return _descriptor_kinds.setdefault(facts, f"descriptor {len(_descriptor_kinds)}")
+
+
+def with_kind(descriptor: Any) -> Any:
+    """The descriptor, with its kind kept in it: it and its copies must stay of that dtype and block."""
+    setattr(descriptor, _KIND, _descriptor_kind(descriptor))
+    return descriptor
 
 
 def _hooked() -> bool:
