@@ -205,10 +205,15 @@ class Workspace:
         raise error_from(words, self.rank, timeout_s, max_routed_rows)
 
     def refuse(self) -> None:
-        """Tell the peers that this rank refuses the call they are about to make."""
+        """Tell the peers that this rank refuses the call they are about to make, or are in.
+
+        As a call would, after the last one, which it closes if that was suspended: peers close theirs too.
+        """
         from .backends.hopper.symmetric import refuse_call
 
+        self.enter()
         refuse_call(self.mail, self.delta, self.state, world=self.geometry.world, rank=self.rank)
+        self.leave()
 
 
 def _symmetric(group: dist.ProcessGroup | None, size: int, device: torch.device) -> tuple[Tensor, list[int]]:
@@ -303,11 +308,10 @@ def _create(
             "the fused backend's workspace cannot be created while a CUDA graph is captured; make one "
             "call (a warm-up) before the capture."
         )
-    bound = max_tokens
-    if not bound:
-        header = CallHeader(phase=Phase.FORWARD, top_k=top_k, hidden=hidden, num_tokens=num_tokens)
-        bound = max(agree(group, header, device).num_tokens)
-        bound = max(MIN_TOKENS, 1 << (bound - 1).bit_length())
+    # Also where the bound is given: here a rank that refuses its first call tells the others.
+    header = CallHeader(phase=Phase.FORWARD, top_k=top_k, hidden=hidden, num_tokens=num_tokens)
+    largest = max(agree(group, header, device).num_tokens)
+    bound = max_tokens or max(MIN_TOKENS, 1 << (largest - 1).bit_length())
     geometry = Geometry(group_size(group), bound, top_k, hidden, fp8)
     with torch.inference_mode(False):  # later calls outside that mode write to it too
         return Workspace(group, geometry, device)

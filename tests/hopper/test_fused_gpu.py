@@ -214,7 +214,7 @@ def _broken_off(rank: int, where: str):
         raise _OutOfMemory
 
     try:
-        if rank == 1 and where == "gemm_down":
+        if rank == 1 and where in ("gemm_down", "recv_rows"):  # the forward's
             setattr(fused, where, fail)
         y = mega_moe(*arguments, group=ep_group(2), config=CONFIG)
         if rank == 1:
@@ -233,7 +233,7 @@ def _broken_off(rank: int, where: str):
 
 
 @TWO
-@pytest.mark.parametrize("where", ["gemm_down", "gemm_up_backward"])
+@pytest.mark.parametrize("where", ["recv_rows", "gemm_down", "gemm_up_backward"])
 def test_a_host_that_fails_inside_a_call_leaves_its_peers_waiting(rank_pool, where):
     begun = time.monotonic()
     (peer, fine0), (own, fine1) = rank_pool(2, "cuda").run(_broken_off, where)

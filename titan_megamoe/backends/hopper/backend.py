@@ -91,32 +91,32 @@ class FusedBackend(StagedBackend):
             announce_refusal(group, device, reason, timeout_s)
 
     def begin(self, call: MoECall) -> Begun:
-        # All that can fail on the host comes before the peers are met.
+        # What every rank refuses alike comes first: the peers are not told of it.
         check_dims(call.hidden, call.intermediate)
-        w1, w3, w2 = _operands(call)
         save = any(call.needs)
         workspace, shape = _prepare(call)
         config, shared = call.config, shape.world > 1
         signature = _signature(call, shape, Phase.FORWARD if save else Phase.INFERENCE)
         passes = number_of_passes(shape, config)
         x, reserved = call.x, config.reserved_sms
-        flat = torch.empty(passes * shape.words, dtype=torch.int32, device=x.device)
-        plans = plans_over(flat, shape)
-        y = torch.empty_like(x)
-        recv = x.new_empty(recv_rows(shape, passes), call.hidden)
-        h = x.new_empty(shape.pool_rows, call.intermediate)
-        gate_up = x.new_empty(2, *h.shape) if save else None
-        rows = x.new_empty(shape.pool_rows, call.hidden)
-
-        def down(index: int) -> None:
-            plan = plans[index]
-            gemm_down(h, w2, plan.tiles, out=rows, reserved_sms=reserved)
-            combine(
-                plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=y,
-                pass_index=index, passes=passes,
-            )  # fmt: skip
-
         with _unbroken(workspace, x.device):
+            w1, w3, w2 = _operands(call)
+            flat = torch.empty(passes * shape.words, dtype=torch.int32, device=x.device)
+            plans = plans_over(flat, shape)
+            y = torch.empty_like(x)
+            recv = x.new_empty(recv_rows(shape, passes), call.hidden)
+            h = x.new_empty(shape.pool_rows, call.intermediate)
+            gate_up = x.new_empty(2, *h.shape) if save else None
+            rows = x.new_empty(shape.pool_rows, call.hidden)
+
+            def down(index: int) -> None:
+                plan = plans[index]
+                gemm_down(h, w2, plan.tiles, out=rows, reserved_sms=reserved)
+                combine(
+                    plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=y,
+                    pass_index=index, passes=passes,
+                )  # fmt: skip
+
             entered = now() if shared else None
             publish(
                 x, workspace.x, copy_x=False,
@@ -167,7 +167,6 @@ class FusedBackend(StagedBackend):
         return Begun(saved, _resumable(workspace, shape, signature, config, finish))
 
     def backward(self, call: MoECall, saved: list[Tensor], dy: Tensor) -> Gradients:
-        w1, w3, w2 = _operands(call)
         workspace, shape = _prepare(call)
         flat, first_gate_up, recv = saved
         needs, config, shared = call.needs, call.config, shape.world > 1
@@ -176,18 +175,19 @@ class FusedBackend(StagedBackend):
         passes = len(plans)
         need_w13 = needs.w1 or needs.w3
         need_data = needs.x or needs.topk_weights or need_w13
-        dy_RH = dy.new_empty(shape.pool_rows, call.hidden)
-        x_RH = torch.empty_like(dy_RH) if need_w13 or passes > 1 else None
-        h = dy.new_empty(shape.pool_rows, call.intermediate) if needs.w2 or passes > 1 else None
-        dgu = dy.new_empty(2, shape.pool_rows, call.intermediate) if need_data else None
-        gate_up_again = torch.empty_like(first_gate_up) if passes > 1 else None
-        dx = torch.empty_like(call.x) if needs.x else None
-        dweights = torch.empty_like(call.topk_weights) if needs.topk_weights else None
-        dw1, dw3, dw2 = (
-            torch.empty_like(w, dtype=w.dtype if passes == 1 else torch.float32) if needed else None
-            for w, needed in ((call.w1, needs.w1), (call.w3, needs.w3), (call.w2, needs.w2))
-        )
         with _unbroken(workspace, dy.device):
+            w1, w3, w2 = _operands(call)
+            dy_RH = dy.new_empty(shape.pool_rows, call.hidden)
+            x_RH = torch.empty_like(dy_RH) if need_w13 or passes > 1 else None
+            h = dy.new_empty(shape.pool_rows, call.intermediate) if needs.w2 or passes > 1 else None
+            dgu = dy.new_empty(2, shape.pool_rows, call.intermediate) if need_data else None
+            gate_up_again = torch.empty_like(first_gate_up) if passes > 1 else None
+            dx = torch.empty_like(call.x) if needs.x else None
+            dweights = torch.empty_like(call.topk_weights) if needs.topk_weights else None
+            dw1, dw3, dw2 = (
+                torch.empty_like(w, dtype=w.dtype if passes == 1 else torch.float32) if needed else None
+                for w, needed in ((call.w1, needs.w1), (call.w3, needs.w3), (call.w2, needs.w2))
+            )
             publish(dy, workspace.x, copy_x=shared)
             _open(workspace, plans[0], call, signature, backward=True)
             for index, plan in enumerate(plans):
@@ -304,7 +304,8 @@ def _resumable(
 
 @contextlib.contextmanager
 def _unbroken(workspace: Workspace, device: torch.device) -> Iterator[None]:
-    """A part of a call that other ranks wait for, on the current stream.
+    """A part of a call that other ranks wait for, on the current stream, buffers included: peers come to the
+    call whether or not this rank has the memory.
 
     If the host breaks it off (out of memory, say), the peers are told, so that they raise instead of waiting,
     and the current stream is ordered after what the side stream still does with the call's buffers.
@@ -315,7 +316,6 @@ def _unbroken(workspace: Workspace, device: torch.device) -> Iterator[None]:
         if not torch.cuda.is_current_stream_capturing():
             join(device)
             workspace.refuse()
-            workspace.leave()
         raise
 
 
@@ -328,10 +328,7 @@ def _rounded(grad: Tensor | None, like: Tensor) -> Tensor | None:
 
 
 def _operands(call: MoECall) -> tuple[Tensor, Tensor, Tensor]:
-    """w1, w3, w2 as the kernels take them; ConfigError if reserved_sms leaves no SM to communicate and one to
-    compute.
-    """
-    grid_size(call.x.device, SPECIALIZED, call.config.reserved_sms + (call.world > 1))
+    """w1, w3, w2 as the kernels take them: copies in bf16 where they are not."""
     return operand(call.w1), operand(call.w3), operand(call.w2)
 
 
@@ -363,7 +360,10 @@ _kept_shape = functools.lru_cache(maxsize=256)(PlanShape)
 
 
 def _prepare(call: MoECall) -> tuple[Workspace, PlanShape]:
-    """The workspace and the sizes of the call's tables; raises what an earlier call reported."""
+    """The workspace and the sizes of the call's tables; raises what an earlier call reported, and ConfigError
+    if reserved_sms leaves no SM to communicate and one to compute.
+    """
+    grid_size(call.x.device, SPECIALIZED, call.config.reserved_sms + (call.world > 1))
     workspace = get_workspace(
         call.group,
         call.x.device,

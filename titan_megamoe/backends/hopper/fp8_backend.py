@@ -65,8 +65,8 @@ class Fp8FusedBackend(FusedBackend):
         workspace, shape = _prepare(call)
         config = call.config
         signature = _signature(call, shape, Phase.FORWARD if save else Phase.INFERENCE)
-        plan = RoutingPlan.empty(shape, call.x.device)
         with _unbroken(workspace, call.x.device):
+            plan = RoutingPlan.empty(shape, call.x.device)
             publish(
                 call.x, workspace.x, copy_x=False,
                 routing=(call.topk_ids, call.topk_weights, workspace.ids, workspace.weights,
