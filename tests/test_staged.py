@@ -93,6 +93,17 @@ def test_a_recomputation_finishes_what_nobody_reads(staged, early_stop, finished
     assert (staged.begun, staged.finished) == (2, finished)
 
 
+def test_peers_wait_for_a_rank_that_cannot_save_its_tensors(staged):
+    def no_memory(tensor):
+        if staged.begun:
+            raise MemoryError
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(no_memory, lambda t: t), pytest.raises(MemoryError):
+        run()
+    assert (staged.begun, staged.finished) == (1, 1)
+
+
 def test_autocast_reaches_the_math(staged):
     with torch.autocast("cpu", torch.bfloat16):
         run()

@@ -12,12 +12,14 @@ It is also the short way: a custom op costs the host several tenths of a millise
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import _StopRecomputationError
 
 from .backends.base import MoECall, StagedBackend
 
@@ -28,10 +30,22 @@ def run_staged(backend: StagedBackend, call: MoECall) -> Tensor:
         with torch.autocast(call.x.device.type, enabled=False):
             return backend.forward(call)[0]
     finish: list[Callable[[], Tensor]] = []
-    carrier = _Begin.apply(
-        call.x, call.topk_ids, call.topk_weights, call.w1, call.w3, call.w2, backend, call, finish
-    )
+    try:
+        carrier = _Begin.apply(
+            call.x, call.topk_ids, call.topk_weights, call.w1, call.w3, call.w2, backend, call, finish
+        )
+    except _StopRecomputationError:
+        raise
+    except BaseException:  # from a hook that saves tensors, say on the host; peers wait for the second stage
+        with contextlib.suppress(Exception), torch.no_grad():
+            _run_last(finish, call.x.device)
+        raise
     return _Finish.apply(carrier, finish)
+
+
+def _run_last(finish: list[Callable[[], Tensor]], device: torch.device) -> Tensor:
+    with torch.autocast(device.type, enabled=False):
+        return finish.pop()()
 
 
 class _Begin(torch.autograd.Function):
@@ -68,8 +82,7 @@ class _Begin(torch.autograd.Function):
 class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, finish: list[Callable[[], Tensor]]) -> Tensor:
-        with torch.autocast(carrier.device.type, enabled=False):
-            return finish.pop()()
+        return _run_last(finish, carrier.device)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
