@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 from .config import MegaMoEConfig
 from .errors import AgreementError, BoundError, ConfigError, MegaMoEError, UnsupportedError
+from .generation import new_weight_generation
 from .op import mega_moe
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "mega_moe",
+    "new_weight_generation",
     "workspace_bytes",
 ]
 

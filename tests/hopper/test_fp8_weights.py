@@ -6,11 +6,16 @@ import gc
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
 from titan_megamoe.backends.hopper.fp8_quantize import QuantizedWeight
-from titan_megamoe.backends.hopper.fp8_weights import WeightCache, new_weight_generation
+from titan_megamoe.backends.hopper.fp8_weights import WeightCache
+from titan_megamoe.generation import new_weight_generation, renew_on_load
 from titan_megamoe.testing.fp8_chain import reference_weights
 
 
@@ -126,6 +131,72 @@ def test_cache_outgrows_its_bound():
     assert len(set(sizes)) == 1 and cache.quantize.runs == 6
     assert right(cache, *layers[-1]) and cache.quantize.runs == 6
     assert right(cache, *layers[0]) and cache.quantize.runs == 8
+
+
+# ---- under FSDP2 ---------------------------------------------------------------------------------------
+
+
+class Layer(torch.nn.Module):
+    """Takes its weights from the cache as a fused layer does, and says where they are not right."""
+
+    def __init__(self, cache: WeightCache, seed: int, wrong: list[str]) -> None:
+        super().__init__()
+        self.w1, self.w3, self.w2 = (torch.nn.Parameter(w.detach().float()) for w in make(seed))
+        self.cache, self.wrong = cache, wrong
+        renew_on_load(self)
+
+    def forward(self, x: torch.Tensor, when: str) -> torch.Tensor:
+        weights = [getattr(w, "to_local", lambda w=w: w)() for w in (self.w1, self.w3, self.w2)]
+        if not right(self.cache, *weights):
+            self.wrong.append(when)
+        return x * sum(w.float().mean() for w in weights)
+
+
+def _sharded_steps(rank: int, shards: int) -> dict[str, object]:
+    mesh = dist.init_device_mesh("cpu", (2 // shards, shards), mesh_dim_names=("ep", "shard"))["shard"]
+    cache, wrong = WeightCache(1 << 30, Counting()), []
+    model = torch.nn.ModuleList(Layer(cache, seed, wrong) for seed in range(2))
+    for layer in model:
+        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        layer.set_gradient_divide_factor(1.0)  # gloo cannot average
+        layer.set_force_sum_reduction_for_comms(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=100.0)
+    other = [w.detach() for seed in (5, 6) for w in make(seed)]
+    runs = []
+
+    def step(when: str) -> None:
+        """Forward, and a recomputation of each layer in the backward."""
+        before = cache.quantize.runs
+        y = torch.ones(2, requires_grad=True)
+        for layer in model:
+            y = checkpoint(layer, y, when, use_reentrant=False)
+        y.sum().backward()
+        runs.append(cache.quantize.runs - before)
+
+    step("first")
+    step("same weights")
+    optimizer.step()
+    step("after a step")
+    model.load_state_dict(
+        {
+            k: distribute_tensor(w.float(), mesh, [Shard(0)])
+            for k, w in zip(model.state_dict(), other, strict=True)
+        }
+    )
+    step("after loading")
+    with torch.no_grad():
+        for w in model.parameters():
+            w.mul_(2)
+    new_weight_generation()
+    step("after a change of the shards")
+    return {"wrong": wrong, "runs": runs}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_resharding_costs_a_quantization_or_hides_new_weights(rank_pool, shards):
+    """Two quantizations a layer and step, of w13 and w2, shared by forward and recomputation."""
+    for found in rank_pool(2).run(_sharded_steps, shards):
+        assert found == {"wrong": [], "runs": [4, 0, 4, 4, 4]}
 
 
 def test_fp8_is_refused_without_a_reason(monkeypatch):

@@ -25,6 +25,7 @@ from torchtitan.models.moe import MoE
 from torchtitan.models.moe.moe import GroupedExperts
 
 from ..config import MegaMoEConfig
+from ..generation import renew_on_load
 from .core import forward_experts
 
 _ROUTED_FORWARD = "routed_forward"
@@ -55,6 +56,7 @@ class RoutedExperts(GroupedExperts):
         self.use_grouped_mm = stock.use_grouped_mm
         self.config = config
         self.ep_mesh = ep_mesh
+        renew_on_load(self)
 
     def routed_forward(self, x_TH: Tensor, routing: Routing) -> Tensor:
         """y (T, H) in x's dtype. Weights: sharded on `ep`, unsharded on every other mesh.

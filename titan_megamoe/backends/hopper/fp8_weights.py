@@ -23,16 +23,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ...generation import new_weight_generation, weight_generation
 from .fp8_quantize import QuantizedWeight, quantize_weights
 
-_generation = 0
 _hooked = False
-
-
-def new_weight_generation() -> None:
-    """Weights have changed: what was quantized before is not used again."""
-    global _generation
-    _generation += 1
 
 
 def _hook_optimizers() -> None:
@@ -86,13 +80,13 @@ class WeightCache:
         if w1.is_cuda and torch.cuda.is_current_stream_capturing():
             return self.quantize([w1, w3]), self.quantize([w2])
         key = tuple(_facts(w) for w in weights)
-        self._drop_stale()
         found = self._entries.get(key)
-        if found is not None:
+        if found is not None and found[1].usable(weight_generation(), found[0]):
             self._entries.move_to_end(key)
             return _on_current_stream(found[1])
+        self._drop_stale()
         entry = _make(weights, self.quantize)
-        self._entries[key] = (_generation, entry)
+        self._entries[key] = (weight_generation(), entry)
         while self.num_bytes > self.max_bytes and len(self._entries) > 1:
             self._entries.popitem(last=False)
         return entry.w13, entry.w2
@@ -102,7 +96,8 @@ class WeightCache:
         self._entries.clear()
 
     def _drop_stale(self) -> None:
-        stale = [k for k, (made, entry) in self._entries.items() if not entry.usable(_generation, made)]
+        now = weight_generation()
+        stale = [k for k, (made, entry) in self._entries.items() if not entry.usable(now, made)]
         for key in stale:
             del self._entries[key]
 

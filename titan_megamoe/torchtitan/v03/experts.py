@@ -24,6 +24,7 @@ from torchtitan.tools.utils import device_type
 
 from ...backends import resolve_backend
 from ...config import MegaMoEConfig
+from ...generation import renew_on_load
 from ..core import Degrees, forward_experts, refuse_parallelism
 
 
@@ -38,6 +39,7 @@ class MegaMoERoutedExperts(RoutedExperts):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.op_config = config.mega_moe
+        renew_on_load(self)
 
     def forward(
         self,
