@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import os
@@ -12,8 +13,11 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from titan_megamoe import MegaMoEConfig, mega_moe
+from titan_megamoe.backends import get_backend
+from titan_megamoe.backends.base import MoECall, Needs
 from titan_megamoe.backends.hopper import backend as fused
 from titan_megamoe.backends.hopper.backend import FusedBackend
 from titan_megamoe.errors import AgreementError, BoundError, ConfigError, MegaMoEError
@@ -239,6 +243,82 @@ def test_a_host_that_fails_inside_a_call_leaves_its_peers_waiting(rank_pool, whe
     (peer, fine0), (own, fine1) = rank_pool(2, "cuda").run(_broken_off, where)
     assert (peer, own) == (AgreementError.__name__, _OutOfMemory.__name__)
     assert fine0 and fine1 and time.monotonic() - begun < 60
+
+
+def _recomputed(rank: int, precision: str):
+    """Whether gradients of three blocks have the plain ones' bits, and how often each way ran GEMM2."""
+    config = dataclasses.replace(CONFIG, precision=precision, timeout_s=60.0)
+    *arguments, dy = leaves(PROBLEM, rank, device_of(rank))
+    x, ids, weights, *experts = arguments
+    sleeps, real, counted = random.Random(rank), fused.gemm_down, []
+
+    def gemm_down(*args, **kwargs):
+        counted.append(0)
+        return real(*args, **kwargs)
+
+    def block(x):
+        torch.cuda._sleep(sleeps.randrange(2_000_000))
+        return x + mega_moe(x, ids, weights, *experts, group=ep_group(2), config=config)
+
+    def gradients(early_stop: bool | None):
+        counted.clear()
+        y, stop = x, contextlib.nullcontext()
+        if early_stop is not None:
+            stop = set_checkpoint_early_stop(early_stop)
+        with stop:
+            for _ in range(3):
+                y = block(y) if early_stop is None else checkpoint(block, y, use_reentrant=False)
+        grads = torch.autograd.grad(y, (x, weights, *experts), dy)
+        return [y.detach(), *grads], len(counted)
+
+    try:
+        fused.gemm_down = gemm_down
+        want, plain = gradients(None)
+        found = [gradients(early_stop) for early_stop in (True, False) for _ in range(5)]
+    finally:
+        fused.gemm_down = real
+    torch.cuda.synchronize()
+    same = all(torch.equal(a, b) for results, _ in found for a, b in zip(results, want, strict=True))
+    return same, plain, found[0][1], found[-1][1]
+
+
+@TWO
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_bwd"])
+def test_a_recomputation_that_ends_early_is_overtaken_by_its_backward(rank_pool, precision):
+    for same, plain, early, late in rank_pool(2, "cuda").run(_recomputed, precision):
+        assert same
+        assert (plain, early, late) == ((0, 0, 0) if precision == "fp8" else (3, 3, 6))
+
+
+def _left_in_the_middle(rank: int, rounds: int):
+    """Whether calls behind one that was never finished keep their results, and what finishing it raises."""
+    want = _call(rank)
+    *arguments, dy = leaves(PROBLEM, rank, device_of(rank))
+    call = MoECall(*(a.detach() for a in arguments), ep_group(2), CONFIG, Needs(*[True] * 5))
+    backend, sleeps, fine, error = get_backend("fused"), random.Random(rank), True, "none"
+    y = mega_moe(*arguments, group=ep_group(2), config=CONFIG)
+    first = torch.autograd.grad(y, arguments[3], dy, retain_graph=True)[0]
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    for number in range(rounds):
+        torch.cuda._sleep(sleeps.randrange(2_000_000))
+        begun = backend.begin(call)
+        with torch.cuda.stream(streams[number % 2]):
+            if number % 3:
+                fine &= torch.equal(_call(rank), want)
+            else:
+                fine &= torch.equal(torch.autograd.grad(y, arguments[3], dy, retain_graph=True)[0], first)
+        torch.cuda.synchronize()
+    try:
+        begun.finish()
+    except ConfigError as caught:
+        error = str(caught)
+    return fine, error, _works_again(rank, want.cpu())
+
+
+@TWO
+def test_a_call_that_is_never_finished_spoils_the_next_one(rank_pool):
+    for fine, error, again in rank_pool(2, "cuda").run(_left_in_the_middle, 12):
+        assert fine and again and "resumed after another call" in error, error
 
 
 def _inference_first(rank: int):
