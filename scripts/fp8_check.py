@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,7 +32,10 @@ from titan_megamoe.backends.hopper.fp8_gemm import (
     gemm_up_fp8,
 )
 from titan_megamoe.backends.hopper.fp8_quantize import QuantizedWeight, quantize_rows, quantize_weights
+from titan_megamoe.backends.hopper.fp8_wgrad import quantize_columns, wgrad_fp8
 from titan_megamoe.backends.hopper.jit.cache import cache_dirs
+from titan_megamoe.backends.hopper.tiles import PoolTiles, tiles_from_counts
+from titan_megamoe.backends.hopper.wgrad import wgrad_down, wgrad_up
 from titan_megamoe.precision import quantize_act_1x128, quantize_weight_128x128
 from titan_megamoe.testing.fp8_chain import (
     LIMIT,
@@ -39,6 +43,7 @@ from titan_megamoe.testing.fp8_chain import (
     Experts,
     chain_errors,
     make_experts,
+    reference_columns,
     reference_rows,
     run_chain,
 )
@@ -60,6 +65,11 @@ PREDICTED = {
         "dgrad1": 0.63,
         "quantize x": 0.03,
         "weights": 0.35,
+        "dW2": 0.45,
+        "dW13": 0.88,
+        "columns of dg, du": 0.20,
+        "columns of h'": 0.10,
+        "columns of x": 0.17,
     },
     "235b": {
         "gemm1": 2.38,
@@ -68,6 +78,11 @@ PREDICTED = {
         "dgrad1": 2.30,
         "quantize x": 0.06,
         "weights": 1.35,
+        "dW2": 1.70,
+        "dW13": 3.40,
+        "columns of dg, du": 0.40,
+        "columns of h'": 0.20,
+        "columns of x": 0.34,
     },
 }
 ROUNDS = 15
@@ -105,6 +120,14 @@ def check_quantizers() -> bool:
                 (ours.scale_t[i], scale.t()),
             )
             right &= all(same_bits(a, b) for a, b in pairs)
+    tiles = tiles_from_counts([300, 0, 1, 1000], 1500, "cuda")
+    rows = torch.randn(2, tiles.pool_rows, 720, device="cuda").bfloat16()
+    rows[0, 5, 5], rows[0, 6, 6], rows[0, :, 7] = float("nan"), float("inf"), 0
+    ours8, wanted8 = quantize_columns(rows, tiles), reference_columns(rows, tiles)
+    used = int(tiles.offs[-1])
+    right &= same_bits(ours8.data[..., :used], wanted8.data[..., :used])
+    ours_scale, wanted_scale = (t.scale[:, : used // 128, :720] for t in (ours8, wanted8))
+    right &= same_bits(ours_scale, wanted_scale)
     say(f"quantizers        {'equal bit for bit' if right else 'DIFFER'}")
     return right
 
@@ -119,17 +142,25 @@ def equal_chains(experts: Experts, a: Chain, b: Chain) -> bool:
         (a.o, b.o), (a.dx, b.dx), (a.h.data[0], b.h.data[0]), (a.dgu.data[0], b.dgu.data[0]),
         (a.dgu.data[1], b.dgu.data[1]), (a.dweight, b.dweight), (a.h16, b.h16),
     )  # fmt: skip
-    return all(
+    rows_alike = all(
         same_bits(p[s], q[s]) for p, q in pairs for s in experts.spans() if p is not None and q is not None
     )
+    return rows_alike and all(torch.equal(p, q) for p, q in zip(a.dw, b.dw, strict=True))
 
 
 def check_chain(title: str, experts: Experts, only: list[int] | None = None) -> bool:
-    quantizers: dict[str, Any] = dict(quantize_rows=gpu_rows, quantize_weights=quantize_weights)
+    quantizers: dict[str, Any] = dict(
+        quantize_rows=gpu_rows,
+        quantize_weights=quantize_weights,
+        quantize_columns=quantize_columns,
+        dtype=torch.float32,
+    )
     first, second = (run_chain(experts, **quantizers) for _ in range(2))
+    rounded = run_chain(experts, **(quantizers | {"dtype": torch.bfloat16})).dw
     torch.cuda.synchronize()
     errors = chain_errors(experts, first, only)
     repeatable = equal_chains(experts, first, second)
+    repeatable &= all(torch.equal(a, b.bfloat16()) for a, b in zip(rounded, first.dw, strict=True))
     right = repeatable and all(e <= LIMIT for e in errors.values())
     listed = "  ".join(f"{name} {error:.1e}" for name, error in errors.items())
     say(f"{title:<17} {'ok   ' if right else 'WRONG'} {'' if repeatable else 'NOT REPEATABLE '}{listed}")
@@ -152,11 +183,24 @@ def check_not_numbers() -> bool:
     return right
 
 
+def uniform_ids(seed: int = 0) -> Tensor:
+    scores = torch.rand(EP * TOKENS, EXPERTS, generator=torch.Generator().manual_seed(seed))
+    return scores.topk(TOP_K, dim=1).indices
+
+
 def uniform_counts(seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.rand(EP * TOKENS, EXPERTS, generator=generator)
-    counts = torch.bincount(scores.topk(TOP_K, dim=1).indices.flatten(), minlength=EXPERTS)
+    counts = torch.bincount(uniform_ids(seed).flatten(), minlength=EXPERTS)
     return counts[: EXPERTS // EP].tolist()
+
+
+def uniform_plan(tiles: PoolTiles, seed: int = 0) -> Any:
+    """As much of the plan of `uniform_counts` as a gather reads; peers' tokens in their own order."""
+    ids = uniform_ids(seed).cuda()
+    row_source = torch.full((tiles.pool_rows,), -1, dtype=torch.int32, device="cuda")
+    for expert, first in enumerate(tiles.offs[:-1].tolist()):
+        token = (ids == expert).any(1).nonzero().flatten()
+        row_source[first : first + len(token)] = torch.where(token < TOKENS, token, TOKENS - 2 - token).int()
+    return SimpleNamespace(row_source=row_source, shape=SimpleNamespace(pool_rows=tiles.pool_rows))
 
 
 def deep_gemm_calls(
@@ -210,9 +254,14 @@ def our_calls(experts: Experts, w13: QuantizedWeight, w2: QuantizedWeight) -> di
     x, dy = gpu_rows(experts.x), gpu_rows(experts.dy)
     h, gate_up = gemm_up_fp8(x, w13, weight, tiles)
     assert gate_up is not None
-    dgu = gemm_down_backward_fp8(dy, w2, gate_up, weight, tiles).dgu
+    back = gemm_down_backward_fp8(dy, w2, gate_up, weight, tiles)
+    dgu, dgu16, h16 = back.dgu, back.dgu16, back.h_RI
+    assert dgu16 is not None and h16 is not None
+    x8, dy8, dgu8, h8 = (quantize_columns(t, tiles) for t in (experts.x, experts.dy, dgu16, h16))
+    plan = uniform_plan(tiles)
     out = torch.empty_like(experts.x)
     tokens = experts.x[:TOKENS].nan_to_num().contiguous()
+    others = experts.dy[:TOKENS].nan_to_num().contiguous()
     data, scale = quantize_rows(tokens)
     calls: dict[str, Callable[[], Any]] = {
         "gemm1": lambda: gemm_up_fp8(x, w13, weight, tiles),
@@ -225,6 +274,15 @@ def our_calls(experts: Experts, w13: QuantizedWeight, w2: QuantizedWeight) -> di
         "dgrad1": lambda: gemm_plain_fp8(dgu, w13.data_t, w13.scale_t, tiles, out=out),
         "quantize x": lambda: quantize_rows(tokens, data=data, scale=scale),
         "weights": lambda: (quantize_weights([experts.w1, experts.w3]), quantize_weights([experts.w2])),
+        "dW2": lambda: wgrad_fp8(dy8, h8, tiles),
+        "dW2, fp32": lambda: wgrad_fp8(dy8, h8, tiles, dtype=torch.float32),
+        "dW2, bf16 operands": lambda: wgrad_down(experts.dy, h16, tiles),
+        "dW13": lambda: wgrad_fp8(dgu8, x8, tiles),
+        "dW13, bf16 operands": lambda: wgrad_up(dgu16, experts.x, tiles),
+        "columns of dg, du": lambda: quantize_columns(dgu16, tiles),
+        "columns of h'": lambda: quantize_columns(h16, tiles),
+        "columns of x": lambda: quantize_columns(tokens, tiles, plan=plan, received=others),
+        "columns of x, from the pool": lambda: quantize_columns(experts.x, tiles),
     }
     return calls
 
@@ -312,7 +370,9 @@ def times_of(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
 
 
 def tflops(name: str, experts: Experts, ms: float) -> float:
-    products = {"gemm1": 2, "gemm2": 1, "dgrad2": 1, "dgrad1": 2}.get(name.split(",")[0], 0)
+    products = {"gemm1": 2, "gemm2": 1, "dgrad2": 1, "dgrad1": 2, "dW2": 1, "dW13": 2}.get(
+        name.split(",")[0], 0
+    )
     return 2e-9 * products * sum(experts.counts) * experts.hidden * experts.intermediate / ms
 
 

@@ -1,4 +1,4 @@
-"""What runs where: the one list of (backend, precision, device) that every op test is parametrised over."""
+"""What runs where: the one list of (backend, precisions, device) that every op test is parametrised over."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ GPU = [pytest.mark.gpu]
 
 IMPLEMENTATIONS = [
     pytest.param(
-        MegaMoEConfig(backend=backend, precision=precision),
+        MegaMoEConfig(backend=backend, precision=precision, wgrad_precision=wgrad),
         device,
-        id=f"{backend}-{precision}-{device}",
+        id=f"{backend}-{precision}{'-wgrad' if wgrad == 'fp8' else ''}-{device}",
         marks=GPU if device == "cuda" else [],
     )
     for device in ("cpu", "cuda")
-    for backend, precision in (
-        ("reference", "bf16"),
-        ("reference", "fp8"),
-        ("reference", "fp8_bwd"),
-        ("all_to_all", "bf16"),
-        ("fused", "bf16"),
-        ("fused", "fp8"),
-        ("fused", "fp8_bwd"),
+    for backend, precision, wgrad in (
+        ("reference", "bf16", "bf16"),
+        ("reference", "fp8", "bf16"),
+        ("reference", "fp8", "fp8"),
+        ("reference", "fp8_bwd", "bf16"),
+        ("all_to_all", "bf16", "bf16"),
+        ("fused", "bf16", "bf16"),
+        ("fused", "fp8", "bf16"),
+        ("fused", "fp8", "fp8"),
+        ("fused", "fp8_bwd", "bf16"),
     )
     if not (backend == "fused" and device == "cpu")
 ]  # fmt: skip

@@ -9,11 +9,14 @@ import sys
 import torch
 from gemm_cases import mend_interpreter
 
-from titan_megamoe.backends.hopper.fp8_expand import expand_both, expand_fp8
+from titan_megamoe.backends.hopper.fp8_expand import expand_both, expand_fp8, expand_kept, receive
 from titan_megamoe.backends.hopper.fp8_gemm import Fp8Rows
 from titan_megamoe.backends.hopper.fp8_quantize import quantize_rows, quantize_weights
+from titan_megamoe.backends.hopper.fp8_wgrad import quantize_columns
+from titan_megamoe.backends.hopper.tiles import tiles_from_counts
 from titan_megamoe.precision import quantize_act_1x128, quantize_weight_128x128
 from titan_megamoe.routing import PlanShape, plan_reference
+from titan_megamoe.testing.fp8_chain import reference_columns
 
 NAN, INF = float("nan"), float("inf")
 
@@ -132,6 +135,62 @@ def expansion(device, world):
     assert used == sum(int(((i >= 0) & (i < experts)).sum()) for i in ids)
 
 
+def columns(device):
+    """Rows of the pool; padding holds NaN and Inf, and must be 0."""
+    for counts, shape in (([5, 0, 128, 130], (144,)), ([257], (2, 272)), ([], (16,))):
+        tiles = tiles_from_counts(counts or [0], sum(counts) + 200, device)
+        x = values(*shape[:-1], tiles.pool_rows, shape[-1]).bfloat16()
+        x[..., 0, 3], x[..., :5, 4], x[..., 1, 5] = NAN, 0, INF
+        x[..., :5, 6], x[..., :5, 7], x[..., :5, 8] = 1e-12, 1.001e-12, -3e-13
+        x[..., :5, 9] = torch.finfo(torch.bfloat16).max
+        for first, count in zip(tiles.offs.tolist(), counts, strict=False):
+            x[..., first + count : first - -count // 128 * 128, :] = NAN
+        x[..., int(tiles.offs[-1]) :, :] = INF
+        got, wanted = quantize_columns(x.to(device), tiles), reference_columns(x.to(device), tiles)
+        used = int(tiles.offs[-1])
+        same(got.data[:, :, :used], wanted.data[:, :, :used], ("columns", counts))
+        blocks = slice(0, used // 128)
+        same(
+            got.scale[:, blocks, : shape[-1]], wanted.scale[:, blocks, : shape[-1]], ("column scales", counts)
+        )
+
+
+def kept(device, world):
+    """Rank 0 of `world` fetches its peers' tokens, and gathers columns from them and its own."""
+    top_k, experts, hidden, tokens = 3, 2, 272, [7, 5, 6][:world]
+    ids = [torch.randint(-1, experts * world, (t, top_k), dtype=torch.int32) for t in tokens]
+    shape = PlanShape(world, 0, top_k, experts, 8, 64)
+    plan = plan_reference(ids, [torch.rand(t, top_k) for t in tokens], shape)
+    memory = torch.full((world, 8, hidden), NAN).bfloat16()
+    for rank, t in enumerate(tokens):
+        memory[rank, :t] = values(t, hidden).bfloat16()
+    delta = torch.arange(world) * 8 * hidden * 2
+    x = memory[0, : tokens[0]].clone()
+    pool, quantized = expand_both(plan, x, memory[0], delta, from_peers=world > 1)
+    received = torch.full((shape.recv_rows, hidden), 7.0).bfloat16() if world > 1 else None
+    again = expand_kept(plan, x, memory[0], delta, received=received)
+    live = plan.row_slot >= 0
+    same(again.data[:, live], quantized.data[:, live], ("kept", world))
+    same(again.scale[:, :, live], quantized.scale[:, :, live], ("scales of those", world))
+    if received is not None:
+        count = int(plan.recv_count)
+        tokens_of = plan.recv_token[:count].long()
+        assert torch.equal(received[:count], memory.view(-1, hidden)[tokens_of])
+        assert received[count:].eq(7).all()
+        fetched = torch.full_like(received, 7.0)
+        receive(plan, memory[0], delta, out=fetched)
+        assert torch.equal(fetched, received)
+    used = int(plan.offs[-1])
+    got = quantize_columns(x, plan.tiles, plan=plan, received=received)
+    wanted = quantize_columns(pool, plan.tiles)
+    same(got.data[:, :, :used], wanted.data[:, :, :used], ("gathered columns", world))
+    got_scale, wanted_scale = (t.scale[:, : used // 128, :hidden] for t in (got, wanted))
+    same(got_scale, wanted_scale, ("scales of those", world))
+    given_up = torch.tensor([0, 1], dtype=torch.int32)
+    got = quantize_columns(x, plan.tiles, plan=plan, received=received, state=given_up)
+    assert got.data[0].float()[:, :used].isnan().equal((plan.row_slot[:used] >= 0).expand(hidden, used))
+
+
 def main(device: str) -> None:
     if device == "cpu":
         mend_interpreter()
@@ -139,9 +198,12 @@ def main(device: str) -> None:
     torch.manual_seed(0)
     rows(device)
     weights(device)
+    columns(device)
     if device == "cpu":
         expansion(device, 1)
         expansion(device, 2)
+        for world in (1, 2, 3):
+            kept(device, world)
     print("ok")
 
 

@@ -46,7 +46,7 @@ def plan(plans, ids, weights, *rest):
 
 
 @contextlib.contextmanager
-def beside(ready, device):
+def beside(ready, device, head_start_ns=0):
     yield SimpleNamespace(wait=lambda: None)
 
 
@@ -68,10 +68,11 @@ def inputs(tokens, top_k, experts, hidden, intermediate):
     ]
 
 
-def layer(arguments, needs=ALL):
+def layer(arguments, needs=ALL, wgrad="bf16"):
     """y and the gradients asked for."""
     *forward, dy = (t.to(DEVICE) for t in arguments)
-    call = MoECall(*forward, None, MegaMoEConfig(backend="fused", precision="fp8"), needs)
+    config = MegaMoEConfig(backend="fused", precision="fp8", wgrad_precision=wgrad)
+    call = MoECall(*forward, None, config, needs)
     backend = fp8_backend.Fp8FusedBackend()
     y, saved = backend.forward(call)
     assert saved[1].shape[2] == call.intermediate and saved[2].shape == (0,)
@@ -82,11 +83,11 @@ def layer(arguments, needs=ALL):
     return OracleResult(y.cpu(), *(None if g is None else g.cpu() for g in given))
 
 
-def case(*shape, needs=ALL):
+def case(*shape, needs=ALL, wgrad="bf16"):
     arguments = inputs(*shape)
-    oracle = moe_oracle(*arguments, recipe=get_recipe("fp8"))
-    errors = compare(layer(arguments, needs), oracle)
-    print(needs, errors, file=sys.stderr)
+    oracle = moe_oracle(*arguments, recipe=get_recipe("fp8", wgrad))
+    errors = compare(layer(arguments, needs, wgrad), oracle)
+    print(needs, wgrad, errors, file=sys.stderr)
     assert all(e <= LIMIT for e in errors.values()), errors
 
 
@@ -97,24 +98,24 @@ def finite(result):
     }
 
 
-def faults():
+def faults(wgrad):
     """Zero, tiny and infinite values, NaN: cases that a quantizer is prone to hide or to spread."""
     x, ids, weights, w1, w3, w2, dy = inputs(12, 2, 3, 144, 208)
     ids[:, 0] = torch.arange(12) % 3  # every token is routed
     w1[0, :128, :128] = 0
     for blank in (torch.zeros_like(x), torch.full_like(x, 1e-36)):
-        result = layer([blank, ids, weights, w1, w3, w2, dy])
+        result = layer([blank, ids, weights, w1, w3, w2, dy], wgrad=wgrad)
         assert all(finite(result).values()) and not result.y.any() and not result.dw2.any()
-    result = layer([x, ids, weights, w1, w3, w2, torch.zeros_like(dy)])
+    result = layer([x, ids, weights, w1, w3, w2, torch.zeros_like(dy)], wgrad=wgrad)
     assert not any(t.any() for t in (result.dx, result.dweights, result.dw1, result.dw3, result.dw2))
     others = torch.arange(12) != 7
     spoilt = x.clone()
     spoilt[7, 3] = float("nan")
-    y = layer([spoilt, ids, weights, w1, w3, w2, dy]).y
+    y = layer([spoilt, ids, weights, w1, w3, w2, dy], wgrad=wgrad).y
     assert y[7].isnan().all() and y[others].isfinite().all()
     spoilt = dy.clone()
     spoilt[7, 3] = float("inf")
-    dx = layer([x, ids, weights, w1, w3, w2, spoilt]).dx
+    dx = layer([x, ids, weights, w1, w3, w2, spoilt], wgrad=wgrad).dx
     assert not dx[7].isfinite().any() and dx[others].isfinite().all()
 
 
@@ -128,14 +129,18 @@ def main():
             ("publish", lambda *a, **k: None), ("beside", beside), ("now", lambda: None),
         ):  # fmt: skip
             patch.setattr(fp8_backend, name, value)
-        case(21, 2, 3, 144, 208)
-        for needs in (
-            Needs(True, False, False, False, False),
-            Needs(False, False, False, False, True),
-            Needs(False, True, True, False, False),
-        ):
-            case(9, 1, 2, 256, 128, needs=needs)
-        faults()
+        for wgrad in ("bf16", "fp8"):
+            case(21, 2, 3, 144, 208, wgrad=wgrad)
+            for needs in (
+                Needs(True, False, False, False, False),
+                Needs(False, False, False, False, True),
+                Needs(False, True, True, False, False),
+                Needs(False, False, False, True, True),
+            ):
+                case(9, 1, 2, 256, 128, needs=needs, wgrad=wgrad)
+        case(140, 1, 1, 144, 80, wgrad="fp8")
+        for wgrad in ("bf16", "fp8"):
+            faults(wgrad)
     print("ok")
 
 

@@ -20,6 +20,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from titan_megamoe.backends.hopper import triton_launch
+
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
@@ -89,6 +91,7 @@ def compile_launches(call: Callable[[], Any]) -> list[Compiled]:
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         found.append(_compile(self, args, kwargs))
 
-    with mock.patch.object(JITFunction, "run", run):
+    # Without a GPU nothing can be remembered by device: launches go Triton's own way, to `run`.
+    with mock.patch.object(JITFunction, "run", run), mock.patch.object(triton_launch, "_known_triton", False):
         call()
     return found

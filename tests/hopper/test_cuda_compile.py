@@ -22,7 +22,13 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 @pytest.mark.parametrize(
     ("name", "defines"),
-    [("fp8_plain", ()), ("fp8_up", ("SAVE",)), ("fp8_down_backward", ("WRITE_GRADS", "WRITE_H"))],
+    [
+        ("fp8_plain", ()),
+        ("fp8_up", ("SAVE",)),
+        ("fp8_down_backward", ("WRITE_GRADS", "WRITE_H")),
+        ("fp8_wgrad", ()),
+        ("fp8_wgrad", ("FP32",)),
+    ],
 )
 def test_kernel_spills_serialises_or_misses_the_tensor_cores(name, defines, tmp_path):
     cubin = tmp_path / "kernel.cubin"

@@ -35,14 +35,19 @@ PROBLEMS = {
 )
 def test_kernels_differ_from_the_recipe(hidden, intermediate, counts):
     experts = make_experts(hidden, intermediate, counts, "cuda")
-    assert_within(chain_errors(experts, run_chain(experts)), LIMIT)
+    assert_within(chain_errors(experts, run_chain(experts, dtype=torch.float32)), LIMIT)
 
 
-def _config(precision: str) -> MegaMoEConfig:
-    return MegaMoEConfig(backend="fused", precision=precision, timeout_s=20.0)
+PRECISIONS = [("fp8", "bf16"), ("fp8_bwd", "bf16"), ("fp8", "fp8"), ("fp8_bwd", "fp8")]
+"""precision, and that of the weight gradients."""
 
 
-def _run(rank: int, problem: Problem, precision: str, repeats: int = 1):
+def _config(precision: tuple[str, str]) -> MegaMoEConfig:
+    name, wgrad = precision
+    return MegaMoEConfig(backend="fused", precision=name, wgrad_precision=wgrad, timeout_s=20.0)
+
+
+def _run(rank: int, problem: Problem, precision: tuple[str, str], repeats: int = 1):
     """Results of the last run, and whether all runs gave the same bits."""
     runs = [run_rank(rank, problem, _config(precision)) for _ in range(repeats)]
     torch.cuda.synchronize()
@@ -53,7 +58,7 @@ def _run(rank: int, problem: Problem, precision: str, repeats: int = 1):
     return runs[-1], same
 
 
-@pytest.mark.parametrize("precision", ["fp8", "fp8_bwd"])
+@pytest.mark.parametrize("precision", PRECISIONS, ids=" ".join)
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.multi_gpu
 def test_two_ranks_differ_from_the_recipe(rank_pool, name, precision):
@@ -62,7 +67,7 @@ def test_two_ranks_differ_from_the_recipe(rank_pool, name, precision):
     check(assemble(results), problem, _config(precision))
 
 
-@pytest.mark.parametrize("precision", ["fp8", "fp8_bwd"])
+@pytest.mark.parametrize("precision", PRECISIONS, ids=" ".join)
 def test_one_rank_differs_from_the_recipe(rank_pool, precision):
     problem = Problem(tokens=(130,))
     ((result, same),) = rank_pool(1, "cuda").run(_run, problem, precision, 3)
@@ -70,12 +75,14 @@ def test_one_rank_differs_from_the_recipe(rank_pool, precision):
     check(assemble([result]), problem, _config(precision))
 
 
-def test_zero_tiny_infinite_or_nan_values_are_hidden_or_spread(monkeypatch):
+@pytest.mark.parametrize("wgrad", ["bf16", "fp8"])
+def test_zero_tiny_infinite_or_nan_values_are_hidden_or_spread(monkeypatch, wgrad):
     monkeypatch.setattr(fp8_one_rank, "DEVICE", "cuda")
-    fp8_one_rank.faults()
+    fp8_one_rank.faults(wgrad)
 
 
 @pytest.mark.multi_gpu
-def test_two_runs_differ_in_a_bit(rank_pool):
+@pytest.mark.parametrize("wgrad", ["bf16", "fp8"])
+def test_two_runs_differ_in_a_bit(rank_pool, wgrad):
     problem = Problem(tokens=(300, 200), top_k=4)
-    assert all(same for _, same in rank_pool(2, "cuda").run(_run, problem, "fp8", 20))
+    assert all(same for _, same in rank_pool(2, "cuda").run(_run, problem, ("fp8", wgrad), 20))

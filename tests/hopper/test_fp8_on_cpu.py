@@ -19,13 +19,15 @@ if shutil.which("g++") is None:
 from cuda_on_cpu import kernels
 
 from titan_megamoe.backends.hopper.fp8_gemm import Fp8Rows, gemm_plain_fp8, gemm_up_fp8
+from titan_megamoe.backends.hopper.fp8_wgrad import Fp8Columns, wgrad_fp8
 from titan_megamoe.backends.hopper.tiles import tiles_from_counts
 from titan_megamoe.errors import ConfigError
-from titan_megamoe.precision import dequantize_act_1x128
+from titan_megamoe.precision import Format, dequantize_act_1x128, qdq
 from titan_megamoe.testing.fp8_chain import (
     LIMIT,
     chain_errors,
     make_experts,
+    reference_columns,
     reference_rows,
     reference_weights,
     relative,
@@ -46,8 +48,10 @@ def on_cpu(tmp_path_factory):
 )
 def test_tails_swizzles_or_scales_are_wrong(hidden, intermediate, counts):
     experts = make_experts(hidden, intermediate, counts)
-    errors = chain_errors(experts, run_chain(experts))
-    assert set(errors) == {"gate", "up", "o", "dx", "dweight", "dw1", "dw3", "dw2"}
+    dtype = torch.float32 if hidden == 320 else torch.bfloat16
+    errors = chain_errors(experts, run_chain(experts, dtype=dtype))
+    in_fp8 = {"fp8 dw1", "fp8 dw3", "fp8 dw2"}
+    assert set(errors) == {"gate", "up", "o", "dx", "dweight", "dw1", "dw3", "dw2"} | in_fp8
     assert all(error <= LIMIT / 4 for error in errors.values()), errors
 
 
@@ -114,6 +118,73 @@ def test_no_tile_hangs():
     h = reference_rows(torch.zeros(tiles.pool_rows, 48).bfloat16())
     w2 = reference_weights([experts.w2])
     gemm_plain_fp8(h, w2.data, w2.scale, tiles)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "counts", "dtype"),
+    [
+        (144, 400, [0, 130, 5, 0], torch.float32),
+        (272, 16, [257, 128], torch.float32),
+        (16, 272, [40, 300], torch.bfloat16),
+    ],
+)
+def test_weight_gradient_loses_a_block_a_tile_or_a_scale(m, n, counts, dtype):
+    generator = torch.Generator().manual_seed(2)
+    tiles = tiles_from_counts(counts, sum(counts) + 256, "cpu")
+
+    def rows(*shape):
+        """Columns and blocks of many magnitudes; NaN where no row is."""
+        x = torch.randn(*shape, generator=generator)
+        x = (x * torch.randint(-6, 7, shape[-2:], generator=generator).float().exp2()).bfloat16()
+        for first, end, count in zip(tiles.offs[:-1], tiles.offs[1:], tiles.counts, strict=True):
+            x[..., first + count : end, :] = float("nan")
+        x[..., tiles.offs[-1] :, :] = float("nan")
+        return x
+
+    a, b = rows(2, tiles.pool_rows, m), rows(tiles.pool_rows, n)
+    a8, b8 = reference_columns(a, tiles), reference_columns(b, tiles)
+    both = wgrad_fp8(a8, b8, tiles, dtype=dtype)
+    for s in range(2):
+        (alone,) = wgrad_fp8(Fp8Columns(a8.data[s : s + 1], a8.scale[s : s + 1]), b8, tiles, dtype=dtype)
+        assert torch.equal(alone, both[s])
+        for e, (first, count) in enumerate(zip(tiles.offs, counts, strict=False)):
+            own = slice(first, first + count)
+            left, right = (qdq(t, Format.TOKENS_128X1, torch.float64) for t in (a[s, own], b[own]))
+            wanted = (left.t() @ right).to(dtype)
+            assert relative(both[s][e], wanted) < (1e-3 if dtype == torch.bfloat16 else 1e-6), (s, e)
+            assert count or not both[s][e].any()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "complaint"),
+    [
+        ("", "", None),
+        ("SCALES_BYTES / 3 * 2, full);", "SCALES_BYTES / 3, full);", "every thread waits"),
+        ("        wgmma_wait();\n        pin(product);\n        load_scales<0>(scale, left);",
+         "        load_scales<0>(scale, left);", "wrong result"),
+        ("matrix - expert * p.gradients, expert, first,", "matrix - expert * p.gradients, expert, 0,",
+         "wrong result"),
+    ],
+    ids=["nothing", "bytes", "wait", "expert"],
+)  # fmt: skip
+def test_simulator_misses_a_broken_weight_gradient(tmp_path, monkeypatch, before, after, complaint):
+    def kernel(name, kinds, device, defines):
+        library = kernels.build(tmp_path, name, defines, (before, after) if before else None)
+        return kernels.CpuKernel(library, name, kinds)
+
+    monkeypatch.setattr(kernels.cuda_kernels, "_kernel", kernel)
+    tiles = tiles_from_counts([130, 128], 400, "cpu")
+    a = torch.randn(tiles.pool_rows, 144).bfloat16()
+    b = torch.randn(tiles.pool_rows, 16).bfloat16()
+    found = None
+    try:
+        (got,) = wgrad_fp8(reference_columns(a, tiles), reference_columns(b, tiles), tiles)
+        for e, own in enumerate((slice(0, 130), slice(256, 384))):
+            if not relative(got[e], a[own].float().t() @ b[own].float()) < 0.06:
+                found = "wrong result"
+    except AssertionError as error:
+        found = str(error)
+    assert (found or "") == "" if complaint is None else complaint in (found or ""), found
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,10 @@ pytest.importorskip("triton")
 import gemm_compile
 from gemm_compile import compile_launches
 
-from titan_megamoe.backends.hopper.fp8_expand import expand_both, expand_fp8
+from titan_megamoe.backends.hopper.fp8_expand import expand_both, expand_fp8, expand_kept, receive
 from titan_megamoe.backends.hopper.fp8_quantize import quantize_rows, quantize_weights
+from titan_megamoe.backends.hopper.fp8_wgrad import quantize_columns
+from titan_megamoe.backends.hopper.tiles import tiles_from_counts
 from titan_megamoe.errors import ConfigError
 from titan_megamoe.routing import PlanShape, RoutingPlan
 
@@ -57,6 +59,10 @@ def test_kernels_spill_or_do_not_compile_for_hopper():
         lambda: quantize_weights([w.float()]),
         lambda: expand_fp8(plan, rows, rows, delta, from_peers=True),
         lambda: expand_both(plan, x, x, delta, from_peers=True),
+        lambda: expand_kept(plan, x, x, delta, received=x),
+        lambda: receive(plan, x, delta, out=x),
+        lambda: quantize_columns(x, plan.tiles, plan=plan, received=x, state=plan.flat),
+        lambda: quantize_columns(x.new_empty(2, shape.pool_rows, 768), plan.tiles),
     ):
         for kernel in compile_launches(call):
             assert kernel.spill_bytes == 0, kernel.name
@@ -67,5 +73,10 @@ def test_odd_dimension_is_misread_instead_of_refused():
         quantize_rows(torch.zeros(2, 72, dtype=torch.bfloat16))
     with pytest.raises(ConfigError, match="fp8 kernels quantize bf16 or fp32"):
         quantize_weights([torch.zeros(1, 16, 16, dtype=torch.float16)])
+    tiles = tiles_from_counts([3], 3, "cpu")
+    with pytest.raises(ConfigError, match="is 72.*multiple of 16"):
+        quantize_columns(torch.zeros(tiles.pool_rows, 72, dtype=torch.bfloat16), tiles)
+    with pytest.raises(ConfigError, match="x is torch.float32"):
+        quantize_columns(torch.zeros(tiles.pool_rows, 32), tiles)
     with pytest.raises(ConfigError, match="contiguous"):
         quantize_weights([torch.zeros(1, 16, 32, dtype=torch.bfloat16)[..., ::2]])

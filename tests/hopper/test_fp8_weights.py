@@ -211,11 +211,7 @@ def test_fp8_is_refused_without_a_reason(monkeypatch):
     backend = fp8_backend.Fp8FusedBackend()
     fp8 = MegaMoEConfig(precision="fp8")
     assert "Hopper" in (backend.unavailable(cpu, None, fp8) or "")
-    for config, reason in (
-        (MegaMoEConfig(precision="mxfp8"), "mxfp8"),
-        (MegaMoEConfig(precision="fp8", wgrad_precision="fp8"), "wgrad_precision='bf16'"),
-    ):
-        assert reason in (backend.unavailable(cpu, None, config) or "")
+    assert "mxfp8" in (backend.unavailable(cpu, None, MegaMoEConfig(precision="mxfp8")) or "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability in ((8, 0), (12, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, c=capability: c)

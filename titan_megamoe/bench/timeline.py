@@ -20,17 +20,17 @@ KINDS = {
 _OURS = (
     (r"_dispatch_gemm1_kernel", "dispatch + GEMM1", BOTH),
     (r"_combine_kernel", "combine", WIRE),
-    (r"_expand(_fp8|_both)?_kernel", "expand", WIRE),
+    (r"_expand(_fp8|_both)?_kernel|_receive_kernel", "expand", WIRE),
     (r"_open_call_kernel|_meet_kernel|_refuse_kernel", "meet", WAIT),
     (r"_publish_kernel", "publish", MEMORY),
     (r"_(histogram|prefix|layout|fill)_kernel", "plan", MEMORY),
-    (r"_quantize_(rows|weights)_kernel", "quantize", MEMORY),
+    (r"_quantize_(rows|columns|weights)_kernel", "quantize", MEMORY),
     (r"down_backward(_specialized)?_kernel|fp8_down_backward", "dgrad2", GEMM),
     (r"up_backward(_specialized)?_kernel", "dgrad1", GEMM),
     (r"down(_specialized)?_kernel", "GEMM2", GEMM),
     (r"up(_specialized)?_kernel|fp8_up", "GEMM1", GEMM),
     (r"fp8_plain", "GEMM", GEMM),
-    (r"wgrad_kernel", "dW", GEMM),
+    (r"wgrad_kernel|fp8_wgrad", "dW", GEMM),
 )
 _PAUSE = "_pause_kernel"  # the side stream's head start: no work
 _OTHERS = (

@@ -53,7 +53,8 @@ def qdq(x: Tensor, format: Format | None, dtype: torch.dtype = torch.float32) ->
     """x rounded to `format` and read back in `dtype`; None rounds nothing.
 
     Args:
-        x: a matrix, bf16, fp32 or fp64 (fp64 stands for an accumulator: it is made fp32 first).
+        x: a matrix, bf16, fp32 or fp64 (fp64 stands for an accumulator: it is made fp32 first). For
+            TOKENS_128X1 it is rounded to bf16 first, see recipes.py.
         format: blocks are laid on x as it is, for TOKENS_128X1 x is one expert's rows.
         dtype: fp32 or fp64 of the result; in fp64 data · scale is exact.
     """
@@ -66,7 +67,7 @@ def qdq(x: Tensor, format: Format | None, dtype: torch.dtype = torch.float32) ->
     if format is Format.ACT_1X128:
         return dequantize_act_1x128(*quantize_act_1x128(x), dtype)
     if format is Format.TOKENS_128X1:
-        return dequantize_tokens_128x1(*quantize_tokens_128x1(x), dtype)
+        return dequantize_tokens_128x1(*quantize_tokens_128x1(x.to(torch.bfloat16)), dtype)
     # A weight parameter may be fp32; the op casts it to bf16 once, before any format.
     return dequantize_weight_128x128(*quantize_weight_128x128(x.to(torch.bfloat16)), dtype)
 

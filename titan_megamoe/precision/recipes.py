@@ -15,7 +15,9 @@ cross the contraction: 1×128 blocks run along a row's last dimension, 128×1 bl
 an expert in the order (source rank, token, slot), its last block as short as its rows.
 
 Accumulation is fp32 everywhere and g, u are kept for the backward in bf16. A format is applied to
-the value as it leaves the fp32 epilogue (h', dg, du): an fp8 operand is not rounded to bf16 first.
+the value as it leaves the fp32 epilogue (h', dg, du): an fp8 operand is not rounded to bf16 first. The
+exception is 128×1: a block takes rows of many tiles, so its operands pass through memory in bf16, as
+they do in torchao's autograd function, whose dg, du and h' are bf16 tensors.
 
 Source of the block shapes: DeepSeek-V3 (arXiv 2412.19437, section 3.3) and
 `torchao.prototype.blockwise_fp8_training`; the enum → dataclass manner is torchao's.

@@ -1,8 +1,8 @@
 """The fp8 kernels of one rank's experts, one after the other, against the emulated recipe.
 
-quantize → gemm1 → gemm2, then quantize → dgrad2 → dgrad1, on a pool whose padding and unused rows are NaN.
-What is left between kernels and emulation is the order of summation, and the e4m3 values that it tips to the
-next one.
+quantize → gemm1 → gemm2, then quantize → dgrad2 → dgrad1, then the weight gradients from quantized columns,
+on a pool whose padding and unused rows are NaN. What is left between kernels and emulation is the order of
+summation, and the e4m3 values that it tips to the next one.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from torch import Tensor
 
 from ..backends.hopper.fp8_gemm import Fp8Rows, gemm_down_backward_fp8, gemm_plain_fp8, gemm_up_fp8
 from ..backends.hopper.fp8_quantize import QuantizedWeight
+from ..backends.hopper.fp8_wgrad import Fp8Columns, wgrad_fp8
 from ..backends.hopper.tiles import BLOCK_M, PoolTiles, tiles_from_counts
 from ..precision import (
     expert_backward,
     expert_forward,
     get_recipe,
     quantize_act_1x128,
+    quantize_tokens_128x1,
     quantize_weight_128x128,
 )
 
@@ -90,6 +92,25 @@ def reference_weights(weights: Sequence[Tensor]) -> QuantizedWeight:
     return QuantizedWeight(data, scale, data.transpose(1, 2).contiguous(), scale.transpose(1, 2).contiguous())
 
 
+def reference_columns(x: Tensor, tiles: PoolTiles) -> Fp8Columns:
+    """Rows (P, N) or (S, P, N) in bf16, columns first, by the quantizer that defines the format.
+
+    Tiles that are not in use are NaN.
+    """
+    x = x.view(-1, *x.shape[-2:])
+    result = Fp8Columns.empty(x.shape[0], x.shape[2], x.shape[1], x.device)
+    result.data.view(torch.uint8).fill_(0x7F)
+    result.scale.fill_(NAN)
+    for first, count in zip(tiles.offs.tolist(), tiles.counts.tolist(), strict=False):
+        rows = slice(first, first - -count // BLOCK_M * BLOCK_M)
+        result.data.view(torch.uint8)[:, :, rows] = 0
+        for s in range(len(x) if count else 0):
+            data, scale = quantize_tokens_128x1(x[s, first : first + count])
+            result.data[s, :, first : first + count] = data.t()
+            result.scale[s, rows.start // BLOCK_M : rows.stop // BLOCK_M, : x.shape[2]] = scale
+    return result
+
+
 @dataclass(frozen=True)
 class Chain:
     """What the kernels gave, in pool order."""
@@ -102,6 +123,7 @@ class Chain:
     h16: Tensor | None
     dweight: Tensor | None
     dx: Tensor
+    dw: tuple[Tensor, ...]  # dW1, dW3, dW2 with fp8 operands, or nothing
 
 
 def run_chain(
@@ -112,8 +134,10 @@ def run_chain(
     need_dw: bool = True,
     quantize_rows: Callable[[Tensor], Fp8Rows] = reference_rows,
     quantize_weights: Callable[[Any], QuantizedWeight] = reference_weights,
+    quantize_columns: Callable[[Tensor, PoolTiles], Fp8Columns] = reference_columns,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Chain:
-    """All kernels on the current device."""
+    """All kernels on the current device; weight gradients in `dtype`, if all their operands are needed."""
     tiles = experts.tiles
     w13, w2 = quantize_weights([experts.w1, experts.w3]), quantize_weights([experts.w2])
     h, gate_up = gemm_up_fp8(quantize_rows(experts.x), w13, experts.weight, tiles)
@@ -125,7 +149,13 @@ def run_chain(
     )  # fmt: skip
     dx = gemm_plain_fp8(back.dgu, w13.data_t, w13.scale_t, tiles)
     dweight = None if back.dw_parts is None else back.dw_parts.sum(0)
-    return Chain(gate_up, h, o, back.dgu, back.dgu16, back.h_RI, dweight, dx)
+    dw: tuple[Tensor, ...] = ()
+    if back.dgu16 is not None and back.h_RI is not None:
+        x, dy, h16, dgu16 = (
+            quantize_columns(t, tiles) for t in (experts.x, experts.dy, back.h_RI, back.dgu16)
+        )
+        dw = *wgrad_fp8(dgu16, x, tiles, dtype=dtype), *wgrad_fp8(dy, h16, tiles, dtype=dtype)
+    return Chain(gate_up, h, o, back.dgu, back.dgu16, back.h_RI, dweight, dx, dw)
 
 
 def relative(got: Tensor, wanted: Tensor) -> float:
@@ -136,7 +166,7 @@ def relative(got: Tensor, wanted: Tensor) -> float:
 
 def chain_errors(experts: Experts, chain: Chain, only: Sequence[int] | None = None) -> dict[str, float]:
     """Relative L2 error of every result against the emulated recipe, over all experts' rows or some's."""
-    recipe = get_recipe("fp8")
+    recipe, fp8_weights = get_recipe("fp8"), get_recipe("fp8", "fp8")
     got: dict[str, list[Tensor]] = {}
     wanted: dict[str, list[Tensor]] = {}
 
@@ -166,4 +196,12 @@ def chain_errors(experts: Experts, chain: Chain, only: Sequence[int] | None = No
             add("dw3", du.t() @ x.float(), back.dw3_IH)
         if chain.h16 is not None:
             add("dw2", dy.float().t() @ chain.h16[span].float(), back.dw2_HI)
+        if chain.dw:
+            back = expert_backward(dy, x, weight, gate, up, *matrices, fp8_weights)
+            wanted_dw = back.dw1_IH, back.dw3_IH, back.dw2_HI
+            for name, ours, theirs in zip(
+                ("fp8 dw1", "fp8 dw3", "fp8 dw2"), chain.dw, wanted_dw, strict=True
+            ):
+                assert theirs is not None
+                add(name, ours[i], theirs.to(ours.dtype))
     return {name: relative(torch.cat(got[name]), torch.cat(wanted[name])) for name in got}

@@ -338,6 +338,11 @@ DEVICE float load_shared(u32 address) {
     memcpy(&x, shared + address, 4);
     return x;
 }
+DEVICE void load_shared_pair(u32 address, float& first, float& second) {
+    if (address % 8) fail("a shared load is misaligned");
+    first = load_shared(address);
+    second = load_shared(address + 4);
+}
 DEVICE u32 load_shared_word(u32 address) {
     u32 x;
     memcpy(&x, shared + address, 4);
@@ -352,6 +357,10 @@ static void store_shared(u32 address, const void* value, u32 bytes) {
     }
 }
 DEVICE void store_shared_word(u32 address, u32 value) { store_shared(address, &value, 4); }
+DEVICE void store_shared_pair(u32 address, float first, float second) {
+    const float pair[2] = {first, second};
+    store_shared(address, pair, 8);
+}
 DEVICE void store_shared_half(u32 address, u16 value) { store_shared(address, &value, 2); }
 
 DEVICE float exp2_approx(float x) { return std::exp2(x); }

@@ -46,7 +46,10 @@ class Ring(NamedTuple):
         return self.stages * stage + WARPS * self.pieces * STORE_ROWS * ROW_BYTES
 
 
-RINGS = {"fp8_down_backward": Ring(stages=4, pieces=2)}
+RINGS = {
+    "fp8_down_backward": Ring(stages=4, pieces=2),
+    "fp8_wgrad": Ring(pieces=4, scales=3 * COLUMN_BLOCK),
+}
 """Of the kernels to which another ring than the default is better; docs/experiments_gemm.md."""
 
 

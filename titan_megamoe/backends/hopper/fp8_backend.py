@@ -4,16 +4,22 @@ Forward (`fp8`): tokens are quantized where they are, cross NVLink as e4m3 and s
 the pool; nothing but the plan and the pre-activations is saved. `fp8_bwd` has the forward of bf16 and keeps
 the tokens that it received.
 
-Backward: dy crosses in bf16 where w2 needs a gradient and is quantized on arrival, else as e4m3; x crosses in
-bf16 once more where w1 or w3 do (not in `fp8_bwd`). The fp8 GEMMs take all registers of an SM, so what runs
-beside a GEMM runs beside the weight gradients: x arrives under dW2, the combine runs under dW1 and dW3. Every
-peer's buffer is read before this rank sends its partial sums, which is when the peer may write there again.
+Backward: dy crosses in bf16 where w2 needs a gradient and is quantized on arrival, else as e4m3; x crosses
+in bf16 once more where w1 or w3 do (not in `fp8_bwd`). With bf16 weight gradients both are expanded into
+the pool; with fp8 ones they stay in the order of the receive buffer, from which their quantization gathers
+them.
+
+The fp8 GEMMs take all registers of an SM, so what runs beside a GEMM runs beside bf16 weight gradients: x
+arrives under dW2, the combine runs under dW1 and dW3. With fp8 weight gradients both run beside the
+quantization of their operands, one after the other. Every peer's buffer is read before this rank sends its
+partial sums, which is when the peer may write there again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -27,10 +33,11 @@ from ..base import Begun, Gradients, MoECall
 from .backend import FusedBackend, _activation, _open, _prepare, _resumable, _signature, _unbroken
 from .combine import combine
 from .expand import expand
-from .fp8_expand import expand_both, expand_fp8
+from .fp8_expand import expand_both, expand_fp8, expand_kept, receive
 from .fp8_gemm import Fp8Rows, gemm_down_backward_fp8, gemm_plain_fp8, gemm_up_fp8, why_no_kernels
 from .fp8_quantize import check_fp8_dims, quantize_rows
 from .fp8_weights import WeightCache
+from .fp8_wgrad import quantize_columns, wgrad_fp8
 from .plan_kernels import build_plans
 from .side import beside, now
 from .symmetric import publish
@@ -51,9 +58,7 @@ class Fp8FusedBackend(FusedBackend):
             return super().unavailable(device, group, config)
         if config.precision not in ("fp8", "fp8_bwd"):
             return f"its kernels compute in bf16 and fp8, not {config.precision!r}"
-        if config.wgrad_precision != "bf16":
-            return "its weight gradients have bf16 operands so far; set wgrad_precision='bf16'"
-        like_bf16 = dataclasses.replace(config, precision="bf16")
+        like_bf16 = dataclasses.replace(config, precision="bf16", wgrad_precision="bf16")
         return super().unavailable(device, group, like_bf16) or why_no_kernels()
 
     def begin(self, call: MoECall) -> Begun:
@@ -115,9 +120,18 @@ class Fp8FusedBackend(FusedBackend):
             _open(workspace, plan, call, signature, backward=True)
             dx = torch.empty_like(call.x) if needs.x else None
             dweights = torch.empty_like(call.topk_weights) if needs.topk_weights else None
-            dw1 = dw3 = dw2 = h = dgu16 = parts = rows = dy8 = dy_RH = arrived = None
+            fp8_weights = config.wgrad_precision == "fp8"
+            dy_received = None
+            if fp8_weights and shared and needs.w2:
+                dy_received = dy.new_empty(shape.recv_rows, call.hidden)
+            h = dgu16 = parts = rows = dy8 = dy_RH = None
             if not needs.w2:
                 dy8 = _dispatch(plan, local, workspace)
+            elif fp8_weights and need_data:
+                dy8 = expand_kept(plan, dy, workspace.x, workspace.delta, received=dy_received)
+            elif fp8_weights:
+                if dy_received is not None:
+                    receive(plan, workspace.x, workspace.delta, out=dy_received)
             elif need_data:
                 dy_RH, dy8 = expand_both(plan, dy, workspace.x, workspace.delta, from_peers=shared)
             else:
@@ -139,40 +153,20 @@ class Fp8FusedBackend(FusedBackend):
                 del back
             else:
                 h = _activation(gate_up, plan)
-            # Allocated before the event: memory taken later may still be written by work queued after it.
-            x_RH = dy.new_empty(shape.pool_rows, call.hidden) if need_w13 else None
-            fetch_x = functools.partial(
-                expand, plan, call.x, workspace.second if x_from_peers else recv, workspace.delta,
-                from_peers=x_from_peers, out=x_RH, state=workspace.state,
-            )  # fmt: skip
-            if needs.w2:
-                assert dy_RH is not None and h is not None
-                started = now()
-                dw2 = wgrad_down(dy_RH, h, plan.tiles, dtype=call.w2.dtype, reserved_sms=reserved)
-                if x_RH is not None:
-                    with beside(started, dy.device) as arrived:
-                        fetch_x()
-            elif x_RH is not None:
-                fetch_x()
             close = functools.partial(
                 combine, plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=dx,
                 dweight_parts=parts, dweight=dweights,
             )  # fmt: skip
-            if x_RH is None:
-                close()
+            if fp8_weights:
+                grads = _weights_in_fp8(
+                    call, plan, workspace, close, dy, dy_received, None if x_from_peers else recv, h, dgu16
+                )
             else:
-                assert dgu16 is not None
-                if arrived is not None:
-                    arrived.wait()
-                summed = now()
-                dw1, dw3 = wgrad_up(
-                    dgu16, x_RH, plan.tiles, need_w1=needs.w1, need_w3=needs.w3, dtype=call.w1.dtype,
-                    reserved_sms=reserved,
-                )  # fmt: skip
-                with beside(summed, dy.device) as closed:
-                    close()
-                closed.wait()
+                grads = _weights_in_bf16(
+                    call, plan, workspace, close, dy_RH, None if x_from_peers else recv, h, dgu16
+                )
         workspace.leave()
+        dw1, dw3, dw2 = grads
         return Gradients(dx, dweights, dw1, dw3, dw2)
 
     def fake_saved(self, call: MoECall) -> list[Tensor]:
@@ -196,3 +190,107 @@ def _dispatch(plan: RoutingPlan, local: tuple[Tensor, Tensor], workspace: Worksp
     shared = workspace.geometry.world > 1
     remote = (workspace.rows8, workspace.scales) if shared else local
     return expand_fp8(plan, local, remote, workspace.delta, from_peers=shared)
+
+
+_WeightGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""dW1, dW3, dW2."""
+
+
+def _weights_in_bf16(
+    call: MoECall,
+    plan: RoutingPlan,
+    workspace: Workspace,
+    close: Callable[[], None],
+    dy_RH: Tensor | None,
+    recv: Tensor | None,
+    h: Tensor | None,
+    dgu16: Tensor | None,
+) -> _WeightGradients:
+    """Weight gradients with bf16 operands, and `close`, after which peers may write to this rank's buffers.
+
+    Args:
+        dy_RH: (P, H) bf16; None where w2 needs no gradient.
+        recv: the peers' x as the forward received them; None: they are still in the peers' buffers.
+        h, dgu16: (P, I) and (2, P, I) bf16; None where no gradient needs them.
+    """
+    needs, config, device = call.needs, call.config, call.x.device
+    dw1 = dw3 = dw2 = arrived = None
+    # Allocated before the event: memory taken later may still be written by work queued after it.
+    x_RH = None if dgu16 is None else call.x.new_empty(plan.shape.pool_rows, call.hidden)
+    fetch_x = functools.partial(
+        expand, plan, call.x, workspace.second if recv is None else recv, workspace.delta,
+        from_peers=recv is None, out=x_RH, state=workspace.state,
+    )  # fmt: skip
+    if needs.w2:
+        assert dy_RH is not None and h is not None
+        started = now()
+        dw2 = wgrad_down(dy_RH, h, plan.tiles, dtype=call.w2.dtype, reserved_sms=config.reserved_sms)
+        if x_RH is not None:
+            with beside(started, device) as arrived:
+                fetch_x()
+    elif x_RH is not None:
+        fetch_x()
+    if dgu16 is None or x_RH is None:
+        close()
+        return None, None, dw2
+    if arrived is not None:
+        arrived.wait()
+    summed = now()
+    dw1, dw3 = wgrad_up(
+        dgu16, x_RH, plan.tiles, need_w1=needs.w1, need_w3=needs.w3, dtype=call.w1.dtype,
+        reserved_sms=config.reserved_sms,
+    )  # fmt: skip
+    with beside(summed, device) as closed:
+        close()
+    closed.wait()
+    return dw1, dw3, dw2
+
+
+def _weights_in_fp8(
+    call: MoECall,
+    plan: RoutingPlan,
+    workspace: Workspace,
+    close: Callable[[], None],
+    dy: Tensor,
+    dy_received: Tensor | None,
+    recv: Tensor | None,
+    h: Tensor | None,
+    dgu16: Tensor | None,
+) -> _WeightGradients:
+    """Weight gradients with fp8 operands, and `close`, after which peers may write to this rank's buffers.
+
+    All operands are quantized first; x from the peers and then `close` run beside that, on NVLink.
+
+    Args:
+        dy, dy_received: (T, H) bf16 of this rank, and of the peers in the order of the receive buffer.
+        recv, h, dgu16: as in `_weights_in_bf16`.
+    """
+    needs, tiles, device, shape = call.needs, plan.tiles, call.x.device, plan.shape
+    reserved = call.config.reserved_sms
+    fetched = dy.new_empty(shape.recv_rows, call.hidden) if recv is None and dgu16 is not None else None
+    started, arrived = now(), None
+    if fetched is not None:
+        with beside(started, device, head_start_ns=0) as arrived:
+            receive(plan, workspace.second, workspace.delta, out=fetched)
+    with beside(started, device, head_start_ns=0) as closed:
+        close()
+    dgu8 = h8 = dy8 = x8 = None
+    if dgu16 is not None:
+        dgu8 = quantize_columns(dgu16[int(not needs.w1) : 1 + int(needs.w3)], tiles)
+    if needs.w2:
+        assert h is not None
+        h8 = quantize_columns(h, tiles)
+        dy8 = quantize_columns(dy, tiles, plan=plan, received=dy_received, state=workspace.state)
+    if arrived is not None:
+        arrived.wait()
+    dw1 = dw3 = dw2 = None
+    if dy8 is not None and h8 is not None:
+        (dw2,) = wgrad_fp8(dy8, h8, tiles, dtype=call.w2.dtype, reserved_sms=reserved)
+    if dgu8 is not None:
+        x_received = None if shape.world == 1 else recv if fetched is None else fetched
+        x8 = quantize_columns(call.x, tiles, plan=plan, received=x_received, state=workspace.state)
+        grads = iter(wgrad_fp8(dgu8, x8, tiles, dtype=call.w1.dtype, reserved_sms=reserved))
+        dw1 = next(grads) if needs.w1 else None
+        dw3 = next(grads) if needs.w3 else None
+    closed.wait()
+    return dw1, dw3, dw2

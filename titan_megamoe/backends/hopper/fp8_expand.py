@@ -5,6 +5,9 @@
 expand_fp8        from tokens that their owners have quantized: H + 4·⌈H/128⌉ bytes of NVLink a token
 expand_both       from bf16 tokens, into a bf16 pool and, quantized here, an e4m3 one: for dy, which bf16
                   weight gradients need as it is. The same bits as quantizing at the source.
+expand_kept       the same without the bf16 pool; the peers' tokens are kept in the receive buffer instead,
+                  from which fp8 weight gradients gather them (fp8_wgrad.py)
+receive           peers' bf16 tokens into the receive buffer, and no more
 
 A remote token crosses NVLink once, read from its owner's symmetric buffer by blocks that alternate with
 blocks of local tokens (see expand.py). The pool's scales are stored block-first, (⌈H/128⌉, P), so that the
@@ -81,7 +84,7 @@ def _expand_both_kernel(
     local_ptr, remote_ptr, delta_ptr, pool_ptr, pool8_ptr, pool_scale_ptr, slot_row_ptr, recv_token_ptr,
     recv_count_ptr, num_tokens, max_tokens, H, HB, pool_rows, local_blocks, remote_blocks,
     RANK: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCKS: tl.constexpr,
-    FROM_PEERS: tl.constexpr,
+    FROM_PEERS: tl.constexpr, KEEP: tl.constexpr,  # pool_ptr is the receive buffer
 ):  # fmt: skip
     block = tl.program_id(0)
     both = tl.minimum(local_blocks, remote_blocks)
@@ -112,10 +115,14 @@ def _expand_both_kernel(
             scale = tl.div_rn(1.0, factor)
             b = first + tl.arange(0, BLOCKS)
             mask_b = live[:, None] & (b < HB)[None, :]
+            if KEEP:
+                kept = pool_ptr + at.to(tl.int64)[:, None] * H + col[None, :]
+                tl.store(kept, raw, mask=mask & is_remote)
             for k in tl.static_range(K):
                 here = (rows[k] >= 0)[:, None]
                 target = rows[k].to(tl.int64)[:, None] * H + col[None, :]
-                tl.store(pool_ptr + target, raw, mask=mask & here)
+                if not KEEP:
+                    tl.store(pool_ptr + target, raw, mask=mask & here)
                 tl.store(pool8_ptr + target, data, mask=mask & here)
                 at_scale = b[None, :].to(tl.int64) * pool_rows + rows[k][:, None]
                 tl.store(pool_scale_ptr + at_scale, scale, mask=mask_b & here)
@@ -144,11 +151,47 @@ def expand_both(
     Raises:
         ConfigError: H is not a multiple of 16.
     """
+    pool = local.new_empty(plan.shape.pool_rows, local.shape[1]) if out is None else out
+    return pool, _expand_bf16(plan, local, remote, delta, from_peers, pool, out8, keep=False)
+
+
+def expand_kept(
+    plan: RoutingPlan,
+    local: Tensor,
+    remote: Tensor,
+    delta: Tensor,
+    *,
+    received: Tensor | None,
+    out8: Fp8Rows | None = None,
+) -> Fp8Rows:
+    """The pool's rows quantized, from bf16 tokens, on the current stream.
+
+    Args:
+        plan, local, delta, out8: as in `expand_both`.
+        remote: this rank's symmetric buffer, whose likes on the peers lie `delta` bytes away.
+        received: the receive buffer to fill, ((W - 1) · T_max, H) bf16; None with one rank.
+
+    Raises:
+        ConfigError: H is not a multiple of 16.
+    """
+    kept = local if received is None else received
+    return _expand_bf16(plan, local, remote, delta, received is not None, kept, out8, keep=True)
+
+
+def _expand_bf16(
+    plan: RoutingPlan,
+    local: Tensor,
+    remote: Tensor,
+    delta: Tensor,
+    from_peers: bool,
+    pool: Tensor,
+    out8: Fp8Rows | None,
+    keep: bool,
+) -> Fp8Rows:
     shape = plan.shape
     num_tokens, hidden = local.shape
     check_fp8_dims(hidden, 16)
     blocks = cdiv(hidden, BLOCK)
-    pool = local.new_empty(shape.pool_rows, hidden) if out is None else out
     pool8 = Fp8Rows.empty(1, shape.pool_rows, hidden, local.device) if out8 is None else out8
     block_t = 2
     local_blocks = cdiv(num_tokens, block_t)
@@ -158,9 +201,49 @@ def expand_both(
             local, remote, delta, pool, pool8.data, pool8.scale, plan.slot_row, plan.recv_token,
             plan.recv_count, num_tokens, shape.max_tokens, hidden, blocks, shape.pool_rows, local_blocks,
             remote_blocks, RANK=shape.rank, K=shape.top_k, BLOCK_T=block_t,
-            BLOCKS=min(next_power_of_2(blocks), 16), FROM_PEERS=from_peers, num_warps=4,
+            BLOCKS=min(next_power_of_2(blocks), 16), FROM_PEERS=from_peers, KEEP=keep, num_warps=4,
         )  # fmt: skip
-    return pool, pool8
+    return pool8
+
+
+@triton.jit
+def _receive_kernel(
+    remote_ptr, delta_ptr, received_ptr, recv_token_ptr, recv_count_ptr, max_tokens, H,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    count = tl.load(recv_count_ptr)
+    for block in tl.range(tl.program_id(0), tl.cdiv(count, BLOCK_T), tl.num_programs(0), num_stages=1):
+        at = block * BLOCK_T + tl.arange(0, BLOCK_T)
+        live = at < count
+        flat = tl.load(recv_token_ptr + at, mask=live, other=0)
+        source = flat // max_tokens
+        start = tl.load(delta_ptr + source, mask=live, other=0) // 2
+        start = tl.multiple_of(start + (flat - source * max_tokens).to(tl.int64) * H, [8])
+        for h in tl.range(0, H, BLOCK_H, num_stages=1):
+            col = h + tl.arange(0, BLOCK_H)
+            mask = live[:, None] & (col < H)[None, :]
+            row = tl.load(remote_ptr + start[:, None] + col[None, :], mask=mask)
+            tl.store(received_ptr + at.to(tl.int64)[:, None] * H + col[None, :], row, mask=mask)
+
+
+RECEIVE_BLOCKS = 264
+"""Programs of `receive`: enough loads in flight for NVLink, and room on every SM for what runs beside it."""
+
+
+def receive(plan: RoutingPlan, remote: Tensor, delta: Tensor, *, out: Tensor) -> None:
+    """Peers' tokens in the order of the receive buffer, on the current stream.
+
+    Args:
+        plan: the call's plan.
+        remote: this rank's symmetric buffer (T_max, H) bf16, whose likes on the peers lie `delta` bytes away.
+        delta: (W,) int64, multiples of 16.
+        out: ((W - 1) · T_max, H) bf16 to write; only the rows that came are.
+    """
+    hidden = out.shape[1]
+    launch_triton(_receive_kernel, (RECEIVE_BLOCKS,),
+        remote, delta, out, plan.recv_token, plan.recv_count, plan.shape.max_tokens, hidden,
+        BLOCK_T=4, BLOCK_H=min(next_power_of_2(hidden), 1024), num_warps=4,
+    )  # fmt: skip
 
 
 def expand_fp8(

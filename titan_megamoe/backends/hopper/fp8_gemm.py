@@ -80,6 +80,8 @@ VARIANTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("fp8_down_backward", ("WRITE_GRADS",)),
     ("fp8_down_backward", ("WRITE_H",)),
     ("fp8_down_backward", ("WRITE_GRADS", "WRITE_H")),
+    ("fp8_wgrad", ()),
+    ("fp8_wgrad", ("FP32",)),
 )
 """Every kernel that a call may need, and its macros."""
 

@@ -142,6 +142,11 @@ DEVICE float load_shared(u32 address) {
     return value;
 }
 
+// Two values, 8-byte aligned.
+DEVICE void load_shared_pair(u32 address, float& first, float& second) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(address) : "memory");
+}
+
 DEVICE u32 load_shared_word(u32 address) {
     u32 value;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
@@ -150,6 +155,10 @@ DEVICE u32 load_shared_word(u32 address) {
 
 DEVICE void store_shared_word(u32 address, u32 value) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+DEVICE void store_shared_pair(u32 address, float first, float second) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second) : "memory");
 }
 
 DEVICE void store_shared_half(u32 address, u16 value) {

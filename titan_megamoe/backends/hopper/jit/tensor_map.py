@@ -18,7 +18,7 @@ from ....errors import ConfigError
 from .driver import check, libcuda
 
 _BYTES, _ALIGN = 128, 64
-_DATA_TYPE = {torch.bfloat16: 9, torch.float8_e4m3fn: 0, torch.uint8: 0}
+_DATA_TYPE = {torch.bfloat16: 9, torch.float32: 7, torch.float8_e4m3fn: 0, torch.uint8: 0}
 _SWIZZLE_128B = 3
 _PROMOTE_256B = 3
 ROW_BYTES = 128
@@ -37,7 +37,7 @@ def tensor_map(tensor: Tensor, box: Sequence[int]) -> TensorMap:
     """A map over `tensor` (any rank from 2 to 5, last dimension contiguous) for boxes of `box`.
 
     Args:
-        tensor: bf16, e4m3 or uint8 on the GPU; every other stride a multiple of 16 bytes.
+        tensor: bf16, fp32, e4m3 or uint8 on the GPU; every other stride a multiple of 16 bytes.
         box: extents in the order of the tensor's dimensions; the last one is ROW_BYTES bytes.
 
     Raises:

@@ -1,0 +1,192 @@
+// Weight gradients from e4m3 operands: dW[e] = Σ over the expert's tokens of a[:, token] ⊗ b[:, token].
+//
+//     dW[e, m, n] = Σ_t scale_a[t, m] · scale_b[t, n] · Σ_{tokens of block t} a[m, token] · b[n, token]
+//
+// over the blocks t of 128 pool rows that are the expert's; see ring.cuh for the roles. a and b lie with the tokens
+// contiguous; their padding rows are 0. With two matrices in a there are two gradients (dW1 and dW3 from dg and du).
+//
+// Tiles of 128 rows × 256 columns of one gradient: columns fastest, then rows, gradients, experts, so that the blocks
+// of one moment read the same tokens from L2. An expert without tokens gets zeros. Every tile is written.
+//
+// A stage brings 128 + 256 scales along. The scales of the columns differ in every register, so promotion costs two
+// operations an element; they come from shared memory eight columns at a time.
+
+struct Weights {
+    const float* scale_a;  // (gradients, blocks, a_scales)
+    const float* scale_b;  // (blocks, b_scales)
+    const int* offs;       // (e + 1) first pool row of each expert
+    int blocks;            // of 128 pool rows
+    int a_scales, b_scales;
+    int rows, columns;     // M, N
+    int gradients, experts;
+};
+
+struct WeightTile {
+    int row, column, gradient, expert;
+    int first, blocks;  // of the expert's tokens
+};
+
+struct WeightTiles {
+    const Weights& p;
+    int row_tiles, column_tiles, unit;
+
+    DEVICE WeightTiles(const Weights& p)
+        : p(p),
+          row_tiles((p.rows + ROWS - 1) / ROWS),
+          column_tiles((p.columns + 2 * BLOCK - 1) / (2 * BLOCK)),
+          unit(blockIdx.x) {}
+
+    DEVICE bool more() const { return unit < p.experts * p.gradients * row_tiles * column_tiles; }
+    DEVICE void advance() { unit += gridDim.x; }
+
+    DEVICE WeightTile tile() const {
+        const int m = unit / column_tiles, matrix = m / row_tiles, expert = matrix / p.gradients;
+        const int first = __ldg(p.offs + expert) / BLOCK, end = __ldg(p.offs + expert + 1) / BLOCK;
+        return WeightTile{(m - matrix * row_tiles) * ROWS, (unit - m * column_tiles) * 2 * BLOCK,
+                          matrix - expert * p.gradients, expert, first, end - first};
+    }
+};
+
+// Columns [8·FROM, 8·FROM + 64) of a column block. `scales`: of this thread's first column.
+template <int FROM>
+DEVICE void promote_columns(float (&sums)[64], const float (&product)[64], float upper, float lower,
+                            const float (&scale)[16]) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            const int at = 4 * (FROM + j) + c;
+            sums[at] += upper * scale[2 * j + c] * product[at];
+            sums[at + 2] += lower * scale[2 * j + c] * product[at + 2];
+        }
+}
+
+template <int FROM>
+DEVICE void load_scales(float (&scale)[16], u32 scales) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+        load_shared_pair(scales + 32 * (FROM + j), scale[2 * j], scale[2 * j + 1]);
+}
+
+DEVICE void accumulate_tokens(const Shared& s, int blocks, Position& at, Sums& sums) {
+    const u32 lane = threadIdx.x % 32;
+    const u32 row = threadIdx.x / 32 * WARP_ROWS + lane / 4;
+    const u32 group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    float product[64], scale[16];
+#pragma unroll
+    for (int i = 0; i < 64; ++i) sums.left[i] = sums.right[i] = 0.f;
+
+#pragma unroll 1
+    for (int block = 0; block < blocks; ++block) {
+        barrier_wait(s.full(at.stage), at.round);
+        const u32 scales = s.scales(at.stage);
+        const float upper = load_shared(scales + 4 * row), lower = load_shared(scales + 4 * row + 32);
+        const u32 left = scales + SCALES_BYTES / 3 + 8 * (lane % 4), right = left + SCALES_BYTES / 3;
+        const u64 a = operand(s.stage(at.stage) + group * (MATRIX_BYTES / 2));
+        const u64 b = operand(s.stage(at.stage) + MATRIX_BYTES);
+
+        multiply(product, a, b);
+        wgmma_wait();
+        pin(product);
+        load_scales<0>(scale, left);
+        promote_columns<0>(sums.left, product, upper, lower, scale);
+        load_scales<8>(scale, left);
+        promote_columns<8>(sums.left, product, upper, lower, scale);
+
+        multiply(product, a, b + MATRIX_BYTES / 16);
+        wgmma_wait();
+        pin(product);
+        load_scales<0>(scale, right);
+        promote_columns<0>(sums.right, product, upper, lower, scale);
+        load_scales<8>(scale, right);
+        __syncwarp();  // every lane has read its scales
+        if (lane == 0) barrier_arrive(s.empty(at.stage));
+        promote_columns<8>(sums.right, product, upper, lower, scale);
+        at.advance();
+    }
+}
+
+#ifdef FP32
+// 32 columns (from column 32·QUARTER of the block) of values into a piece.
+template <int QUARTER>
+DEVICE void stage_fp32(const float (&values)[64], u32 piece) {
+    const u32 lane = threadIdx.x % 32;
+    const u32 to = piece + lane / 4 * 128 + ((lane / 4 ^ lane % 4 / 2) << 4) + lane % 2 * 8;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+        const int at = 4 * (4 * QUARTER + c);
+        store_shared_pair(to ^ (c << 5), values[at], values[at + 1]);
+        store_shared_pair((to ^ (c << 5)) + 1024, values[at + 2], values[at + 3]);
+    }
+}
+
+template <int QUARTER>
+DEVICE void send_quarter(const TensorMap& map, const float (&values)[64], Pieces& pieces, int columns, int x, int y,
+                         int z) {
+    const u32 piece = pieces.take();
+    stage_fp32<QUARTER>(values, piece);
+    send(map, piece, x + 32 * QUARTER < columns, x + 32 * QUARTER, y, z);
+}
+
+DEVICE void send_result(const TensorMap& map, const float (&values)[64], Pieces& pieces, int columns, int x, int y,
+                        int z) {
+    send_quarter<0>(map, values, pieces, columns, x, y, z);
+    send_quarter<1>(map, values, pieces, columns, x, y, z);
+    send_quarter<2>(map, values, pieces, columns, x, y, z);
+    send_quarter<3>(map, values, pieces, columns, x, y, z);
+}
+#else
+DEVICE void send_result(const TensorMap& map, const float (&values)[64], Pieces& pieces, int columns, int x, int y,
+                        int z) {
+    send_bf16(map, values, pieces, columns, x, y, z);
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_wgrad(
+    const __grid_constant__ TensorMap a,       // (gradients, M, P) e4m3, box (1, 128, 128)
+    const __grid_constant__ TensorMap b,       // (1, N, P) e4m3, box (1, 128, 128)
+    const __grid_constant__ TensorMap first,   // (e, M, N) bf16, box (1, 16, 64), or FP32, box (1, 16, 32)
+    const __grid_constant__ TensorMap second,  // of the second gradient; unused with one
+    const float* scale_a, const float* scale_b, const int* offs, int blocks, int a_scales, int b_scales, int rows,
+    int columns, int gradients, int experts) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const Weights p{scale_a, scale_b, offs, blocks, a_scales, b_scales, rows, columns, gradients, experts};
+    const Shared s = open_block(shared);
+    Position at;
+    if (threadIdx.x >= MATH_THREADS) {
+        registers_down<LOAD_REGISTERS>();
+        if (threadIdx.x != MATH_THREADS) return;
+        for (WeightTiles tiles(p); tiles.more(); tiles.advance()) {
+            const WeightTile tile = tiles.tile();
+#pragma unroll 1
+            for (int block = tile.first; block < tile.first + tile.blocks; ++block) {
+                barrier_wait(s.empty(at.stage), at.round ^ 1);
+                const u32 full = s.full(at.stage), to = s.stage(at.stage), scales = s.scales(at.stage);
+                barrier_expect(full, STAGE_BYTES + SCALES_BYTES);
+                load_box(to, a, full, block * BLOCK, tile.row, tile.gradient);
+                load_box(to + MATRIX_BYTES, b, full, block * BLOCK, tile.column, 0);
+                load_box(to + 2 * MATRIX_BYTES, b, full, block * BLOCK, tile.column + BLOCK, 0);
+                load_bytes(scales, p.scale_a + u64(tile.gradient * p.blocks + block) * p.a_scales + tile.row,
+                           SCALES_BYTES / 3, full);
+                load_bytes(scales + SCALES_BYTES / 3, p.scale_b + u64(block) * p.b_scales + tile.column,
+                           SCALES_BYTES / 3 * 2, full);
+                at.advance();
+            }
+        }
+    } else {
+        registers_up<MATH_REGISTERS>();
+        const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+        Pieces pieces{s.staging(warp)};
+        for (WeightTiles tiles(p); tiles.more(); tiles.advance()) {
+            const WeightTile tile = tiles.tile();
+            Sums sums;
+            accumulate_tokens(s, tile.blocks, at, sums);
+            const int row = tile.row + warp * WARP_ROWS;
+            const int inside = row < rows ? columns : 0;  // rows past the last are not sent
+            const TensorMap& out = tile.gradient ? second : first;
+            send_result(out, sums.left, pieces, inside, tile.column, row, tile.expert);
+            send_result(out, sums.right, pieces, inside, tile.column + BLOCK, row, tile.expert);
+        }
+        if (threadIdx.x % 32 == 0) store_wait_all();
+    }
+}

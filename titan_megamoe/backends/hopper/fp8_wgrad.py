@@ -1,0 +1,195 @@
+"""Weight gradients with e4m3 operands: rows quantized in blocks of 128 × 1 and laid along the contraction,
+then dW[e] = Σ over the expert's rows in a CUDA kernel (cuda/fp8_wgrad.cu) on the ring of the other fp8 GEMMs.
+
+    quantize_columns    rows of the pool, or tokens that the plan gathers (P, N) bf16 → (N, P) e4m3 and scales
+    wgrad_fp8           dW2 = dyᵀ·h'; dW1, dW3 = dgᵀ·x, duᵀ·x
+
+The format is that of precision/quantize.py, bit for bit: a block is a tile of the pool, so 128 rows of one
+expert in its order, the last one as many as are left. Padding rows become 0 whatever they hold.
+
+quantize_columns, grid: one program per 128 rows × 128 columns; those past the tiles in use end at once.
+Programs share nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...errors import ConfigError
+from ...precision.quantize import AMAX_FLOOR, BLOCK, E4M3_MAX
+from ...routing import RoutingPlan
+from .cuda_kernels import launch, operand_map, store_map
+from .fp8_quantize import check_fp8_dims, magnitude_bits
+from .gemm_common import check_matrix, check_pool
+from .layout import cdiv
+from .tiles import BLOCK_M, PoolTiles
+from .triton_launch import launch_triton
+
+COLUMNS = 256
+"""Columns of a tile of wgrad_fp8."""
+_ROUNDED_FLOOR = float(torch.tensor(AMAX_FLOOR, dtype=torch.bfloat16))
+_FLOOR = tl.constexpr(_ROUNDED_FLOOR)
+_FLOOR_FACTOR = tl.constexpr(E4M3_MAX / _ROUNDED_FLOOR)
+_E4M3_MAX = tl.constexpr(E4M3_MAX)
+_BLOCK = tl.constexpr(BLOCK)
+assert BLOCK == BLOCK_M
+
+
+class Fp8Columns(NamedTuple):
+    """Columns over the pool's rows as e4m3 with one fp32 reciprocal scale per column and tile of the pool.
+
+    Attributes:
+        data: (S, N, P) e4m3; S matrices of the same rows. Columns of tiles that are not in use are undefined.
+        scale: (S, P / 128, ⌈N / 256⌉ · 256) fp32; what is past N is undefined.
+    """
+
+    data: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def empty(matrices: int, columns: int, rows: int, device: torch.device) -> Fp8Columns:
+        padded = cdiv(columns, COLUMNS) * COLUMNS
+        return Fp8Columns(
+            torch.empty(matrices, columns, rows, dtype=torch.float8_e4m3fn, device=device),
+            torch.empty(matrices, rows // BLOCK, padded, dtype=torch.float32, device=device),
+        )
+
+
+@triton.jit
+def _quantize_columns_kernel(
+    x_ptr, received_ptr, row_source_ptr, state_ptr, data_ptr, scale_ptr, tile_expert_ptr, num_tiles_ptr,
+    offs_ptr, counts_ptr, N, P, SCALES, GATHERED: tl.constexpr, GUARD: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(1)
+    matrix = tl.program_id(2).to(tl.int64)
+    if tile < tl.load(num_tiles_ptr):
+        expert = tl.load(tile_expert_ptr + tile)
+        end = tl.load(offs_ptr + expert) + tl.load(counts_ptr + expert)
+        row = tile * _BLOCK + tl.arange(0, _BLOCK)
+        col = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
+        live = row < end
+        mask = live[:, None] & (col < N)[None, :]
+        if GATHERED:
+            source = tl.load(row_source_ptr + row, mask=live, other=0)
+            here = source >= 0
+            start = tl.where(here, source, -2 - source).to(tl.int64) * N
+            at = tl.multiple_of(start, [16])[:, None] + col[None, :]
+            own = tl.load(x_ptr + at, mask=mask & here[:, None], other=0.0)
+            raw = tl.load(received_ptr + at, mask=mask & (source < 0)[:, None], other=own)
+        else:
+            start = (matrix * P + row) * N
+            raw = tl.load(x_ptr + start[:, None] + col[None, :], mask=mask, other=0.0)
+        x = raw.to(tl.float32)
+        if GUARD:
+            x = tl.where(tl.load(state_ptr + 1) != 0, float("nan"), x)
+        amax = tl.max(magnitude_bits(x), axis=0).to(tl.float32, bitcast=True)
+        factor = tl.where(amax <= _FLOOR, _FLOOR_FACTOR, tl.div_rn(_E4M3_MAX, amax))
+        scaled = tl.where(live[:, None], x * factor[None, :], 0.0)  # 0 beside a NaN, too
+        data = tl.trans(scaled.to(tl.float8e4nv))
+        to = (matrix * N + col)[:, None] * P + row[None, :]
+        tl.store(data_ptr + to, data, mask=(col < N)[:, None])
+        to_scale = (matrix * (P // _BLOCK) + tile) * SCALES + col
+        tl.store(scale_ptr + to_scale, tl.div_rn(1.0, factor), mask=col < N)
+
+
+def quantize_columns(
+    x: Tensor,
+    tiles: PoolTiles,
+    *,
+    plan: RoutingPlan | None = None,
+    received: Tensor | None = None,
+    state: Tensor | None = None,
+) -> Fp8Columns:
+    """The rows of the tiles in use, quantized in blocks of 128 rows × 1 column, columns first.
+
+    Args:
+        x: (P, N) or (S, P, N) bf16, rows in pool order; or, with `plan`, (T, N) tokens of this rank.
+        tiles: the pool's tables; read on the device.
+        plan: gathers the pool's rows from x and `received`.
+        received: (W - 1) · T_max rows of N bf16 in the order of the receive buffer; None with one rank.
+        state: this rank's device state: everything is NaN where the call has been given up.
+
+    Raises:
+        ConfigError: N is not a multiple of 16, or a tensor does not fit; before any launch.
+    """
+    columns = x.shape[-1]
+    check_fp8_dims(columns, columns)
+    if plan is None:
+        x = x.view(-1, *x.shape[-2:])
+        matrices, rows, _ = x.shape
+        check_matrix("x", x, (matrices, rows, columns), torch.bfloat16)
+    else:
+        matrices, rows = 1, plan.shape.pool_rows
+        check_matrix("x", x, (x.shape[0], columns), torch.bfloat16)
+        if received is not None:
+            check_matrix("received", received, (received.shape[0], columns), torch.bfloat16)
+    check_pool(tiles, rows, tiles.num_local_experts)
+    out = Fp8Columns.empty(matrices, columns, rows, x.device)
+    launch_triton(_quantize_columns_kernel, (cdiv(columns, BLOCK), rows // BLOCK, matrices),
+        x, x if received is None else received, tiles.offs if plan is None else plan.row_source,
+        tiles.offs if state is None else state,
+        out.data, out.scale, tiles.tile_expert, tiles.num_tiles, tiles.offs, tiles.counts,
+        columns, rows, out.scale.shape[2], GATHERED=plan is not None, GUARD=state is not None,
+        num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+def check_columns(name: str, x: Fp8Columns, matrices: int, columns: int, rows: int) -> None:
+    """Raise ConfigError unless x holds `matrices` of (columns, rows)."""
+    check_matrix(f"{name}.data", x.data, (matrices, columns, rows), torch.float8_e4m3fn)
+    padded = cdiv(columns, COLUMNS) * COLUMNS
+    check_matrix(f"{name}.scale", x.scale, (matrices, rows // BLOCK, padded), torch.float32)
+
+
+def wgrad_fp8(
+    a: Fp8Columns,
+    b: Fp8Columns,
+    tiles: PoolTiles,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    reserved_sms: int = 0,
+) -> tuple[Tensor, ...]:
+    """dW_s[e] = Σ over the rows r of expert e of a[s, :, r] ⊗ b[:, r], for one or two matrices s.
+
+    Args:
+        a: (S, M, P) columns: dy for dW2, dg and du for dW1 and dW3.
+        b: (1, N, P) columns: h' for dW2, x for dW1 and dW3.
+        tiles: the pool's tables; read on the device.
+        dtype: bf16 or fp32, of the results.
+        reserved_sms: SMs left to other streams.
+
+    Returns:
+        S tensors (e, M, N), every element written; exactly zero for an expert without rows.
+
+    Raises:
+        ConfigError: a shape, dtype, layout or dimension does not fit; before any launch.
+        UnsupportedError: no driver or no compiler (jit/).
+    """
+    matrices, m, rows = a.data.shape
+    n, experts, device = b.data.shape[1], tiles.num_local_experts, a.data.device
+    check_fp8_dims(m, n)
+    check_pool(tiles, rows, experts)
+    check_columns("a", a, matrices, m, rows)
+    check_columns("b", b, 1, n, rows)
+    if matrices not in (1, 2) or dtype not in (torch.bfloat16, torch.float32):
+        raise ConfigError(
+            f"{matrices} matrices and gradients in {dtype} are asked for, but wgrad_fp8 takes 1 or 2 "
+            "and gives torch.bfloat16 or torch.float32"
+        )
+    grads = tuple(torch.empty(experts, m, n, dtype=dtype, device=device) for _ in range(matrices))
+    maps = [store_map(grad) for grad in grads]
+    launch(
+        "fp8_wgrad", ("map",) * 4 + ("ptr",) * 3 + ("i32",) * 7,
+        (
+            operand_map(a.data), operand_map(b.data), maps[0], maps[-1], a.scale, b.scale, tiles.offs,
+            rows // BLOCK, a.scale.shape[2], b.scale.shape[2], m, n, matrices, experts,
+        ),
+        device, reserved_sms=reserved_sms, defines=("FP32",) * (dtype == torch.float32),
+    )  # fmt: skip
+    return grads
