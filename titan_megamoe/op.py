@@ -73,7 +73,11 @@ def mega_moe(
         raise ConfigError(f"x is a {type(x).__name__}; mega_moe needs a torch.Tensor.")
     world = group_size(group)
     name = group_name(group)
-    composite = _is_composite(x.device.type, name, config.text)
+    if torch.compiler.is_compiling():
+        backend, composite = None, _is_composite(x.device.type, name, config.text)
+    else:
+        backend = get_backend(resolve_backend(x.device, group, config))
+        composite = isinstance(backend, CompositeBackend)
     try:
         check_arguments(x, topk_ids, topk_weights, w1, w3, w2, world)
         if config.debug and not torch.compiler.is_compiling():
@@ -86,9 +90,9 @@ def mega_moe(
     if composite:
         return _apply_composite(x, topk_ids, topk_weights, w1, w3, w2, name, config.text, needs.bits)
     tensors = (x, topk_ids, topk_weights, w1, w3, w2)
-    staged = _staged(tensors, name, config.text)
-    if staged is not None:
-        y = run_staged(staged, _call(*tensors, name, config.text, needs.bits))
+    if isinstance(backend, StagedBackend) and _unseen(tensors):
+        x, topk_ids, topk_weights, w1, w3, w2 = (t.contiguous() for t in tensors)
+        y = run_staged(backend, MoECall(x, topk_ids, topk_weights, w1, w3, w2, group, config, needs))
     else:
         y = torch.ops.titan_megamoe.forward(*tensors, name, config.text, needs.bits)[0]
     if config.debug and y.is_cuda and not torch.compiler.is_compiling():
@@ -108,16 +112,11 @@ def _is_composite(device_type: str, group: str, config: str) -> bool:
     return isinstance(_backend(device_type, group, config), CompositeBackend)
 
 
-def _staged(tensors: tuple[Tensor, ...], group: str, config: str) -> StagedBackend | None:
-    """The backend whose stages run the call, or None where the custom op does: while something (tracing,
-    selective checkpointing, a tensor subclass) has to see an op.
-    """
-    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
-        return None
-    if any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors):
-        return None
-    backend = _backend(tensors[0].device.type, group, config)
-    return backend if isinstance(backend, StagedBackend) else None
+def _unseen(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether nothing (tracing, selective checkpointing, a tensor subclass) has to see an op in the call."""
+    if _get_current_dispatch_mode() is not None:
+        return False
+    return all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
 
 
 def _backend(device_type: str, group: str, config: str) -> Backend:

@@ -8,6 +8,7 @@ from torch import Tensor
 from .errors import ConfigError
 
 _ACTIVATION_DTYPES = (torch.bfloat16, torch.float32)
+_PLAIN = (Tensor, torch.nn.Parameter)
 _ID_DTYPES = (torch.int32, torch.int64)
 
 
@@ -23,6 +24,8 @@ def check_arguments(
         "x": x, "topk_ids": topk_ids, "topk_weights": topk_weights, "w1": w1, "w3": w3, "w2": w2,
     }  # fmt: skip
     for name, tensor in tensors.items():
+        if type(tensor) in _PLAIN:
+            continue
         if not isinstance(tensor, Tensor):
             raise ConfigError(f"{name} is a {type(tensor).__name__}; mega_moe needs a torch.Tensor.")
         if hasattr(tensor, "to_local"):

@@ -20,6 +20,7 @@ and x and partial do not exist. NVLink multicast is not used.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -138,6 +139,7 @@ class Workspace:
         self.progress = self.state[PROGRESS_AT:]
         self._close: Callable[[], None] | None = None
         self.report = torch.zeros(WORDS, dtype=torch.int32, pin_memory=True)
+        self._reported = ctypes.c_int32.from_address(self.report.data_ptr())  # its first word
         # Zeroed memory must be in place on every rank before a peer announces its first call.
         torch.cuda.synchronize(device)
         if geometry.world > 1:
@@ -194,7 +196,7 @@ class Workspace:
         The device is told, after all calls made so far, so that the next one may meet the peers again. What
         is captured does not run now: during a capture the fault is raised but stays for the next call.
         """
-        if not self.report[0].item():
+        if not self._reported.value:
             return
         words = self.report.clone()
         if not torch.cuda.is_current_stream_capturing():
