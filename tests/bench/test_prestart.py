@@ -18,6 +18,7 @@ from titan_megamoe.torchtitan import launch
 from titan_megamoe.torchtitan.launch import Step
 
 ROOT = Path(__file__).parents[2]
+HELD = ["-m", "titan_megamoe.torchtitan.held"]
 TWINS = ROOT / "train_configs/qwen3_30b_a3b/2gpu"
 
 
@@ -29,7 +30,7 @@ def test_a_held_process_runs_before_its_turn_or_as_another_program(tmp_path: Pat
     )  # fmt: skip
     out, gate = tmp_path / "out.json", tmp_path / "gate"
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    arguments = ["-m", "titan_megamoe.torchtitan.held", str(gate), "trainer", str(out), "--steps=2"]
+    arguments = [*HELD, str(gate), str(os.getpid()), "trainer", str(out), "--steps=2"]
     with subprocess.Popen([sys.executable, *arguments], env=environment) as process:
         try:
             time.sleep(12)  # it would be through in less
@@ -39,6 +40,16 @@ def test_a_held_process_runs_before_its_turn_or_as_another_program(tmp_path: Pat
         finally:
             process.kill()
     assert json.loads(out.read_text()) == [str(out), "--steps=2"]
+
+
+def test_a_held_process_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", ""])
+    launcher.wait()
+    held = subprocess.run(
+        [sys.executable, *HELD, str(tmp_path / "gate"), str(launcher.pid), "trainer"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert held.returncode == 1 and "the launcher ended" in held.stderr
 
 
 def test_a_job_is_left_behind_or_takes_another_ones_turn(

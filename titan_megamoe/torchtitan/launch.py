@@ -111,7 +111,7 @@ def start_job(
     gate = log.with_suffix(".go")
     gate.unlink(missing_ok=True)
     if held:
-        job = ["-m", "titan_megamoe.torchtitan.held", str(gate), *job[1:]]
+        job = ["-m", "titan_megamoe.torchtitan.held", str(gate), str(os.getpid()), *job[1:]]
     process = subprocess.Popen(
         [sys.executable, *torchrun, *ranks, *job],
         env=variables,
