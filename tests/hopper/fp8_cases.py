@@ -118,7 +118,8 @@ def expansion(device, world):
     again = Fp8Rows.empty(1, shape.pool_rows, hidden, torch.device("cpu"))
     again.data.view(torch.uint8).fill_(7)
     again.scale.fill_(-1)
-    expand_both(plan, x[0], received16, delta, from_peers=False, out=pool16, out8=again)
+    state = torch.zeros(2, dtype=torch.int32)
+    expand_both(plan, x[0], received16, delta, from_peers=False, out=pool16, out8=again, state=state)
     same(again.data, pool.data, ("quantized on arrival", world))
     same(again.scale, pool.scale, ("scales of those", world))
     used = 0
@@ -133,6 +134,10 @@ def expansion(device, world):
         same(pool.scale[0, :, row], quantized[source][1][token], ("expanded scale", world, row))
         used += 1
     assert used == sum(int(((i >= 0) & (i < experts)).sum()) for i in ids)
+    state[1] = 1  # a call that was given up
+    lost, lost8 = expand_both(plan, x[0], received16, delta, from_peers=False, state=state)
+    rows = plan.row_slot >= 0
+    assert lost[rows].isnan().all() and lost8.data[0, rows].float().isnan().all()
 
 
 def columns(device):

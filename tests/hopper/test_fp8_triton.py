@@ -58,7 +58,7 @@ def test_kernels_spill_or_do_not_compile_for_hopper():
         lambda: quantize_weights([w]),
         lambda: quantize_weights([w.float()]),
         lambda: expand_fp8(plan, rows, rows, delta, from_peers=True),
-        lambda: expand_both(plan, x, x, delta, from_peers=True),
+        lambda: expand_both(plan, x, x, delta, from_peers=True, state=plan.flat),
         lambda: expand_kept(plan, x, x, delta, received=x),
         lambda: receive(plan, x, delta, out=x),
         lambda: quantize_columns(x, plan.tiles, plan=plan, received=x, state=plan.flat),

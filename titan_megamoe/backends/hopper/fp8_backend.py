@@ -133,7 +133,9 @@ class Fp8FusedBackend(FusedBackend):
                 if dy_received is not None:
                     receive(plan, workspace.x, workspace.delta, out=dy_received)
             elif need_data:
-                dy_RH, dy8 = expand_both(plan, dy, workspace.x, workspace.delta, from_peers=shared)
+                dy_RH, dy8 = expand_both(
+                    plan, dy, workspace.x, workspace.delta, from_peers=shared, state=workspace.state
+                )
             else:
                 dy_RH = expand(
                     plan, dy, workspace.x, workspace.delta, from_peers=shared, state=workspace.state

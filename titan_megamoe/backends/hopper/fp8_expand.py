@@ -82,9 +82,9 @@ _BLOCK = tl.constexpr(BLOCK)
 @triton.jit
 def _expand_both_kernel(
     local_ptr, remote_ptr, delta_ptr, pool_ptr, pool8_ptr, pool_scale_ptr, slot_row_ptr, recv_token_ptr,
-    recv_count_ptr, num_tokens, max_tokens, H, HB, pool_rows, local_blocks, remote_blocks,
+    recv_count_ptr, state_ptr, num_tokens, max_tokens, H, HB, pool_rows, local_blocks, remote_blocks,
     RANK: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCKS: tl.constexpr,
-    FROM_PEERS: tl.constexpr, KEEP: tl.constexpr,  # pool_ptr is the receive buffer
+    FROM_PEERS: tl.constexpr, GUARD: tl.constexpr, KEEP: tl.constexpr,  # pool_ptr is the receive buffer
 ):  # fmt: skip
     block = tl.program_id(0)
     both = tl.minimum(local_blocks, remote_blocks)
@@ -103,12 +103,17 @@ def _expand_both_kernel(
     start = tl.multiple_of(start, [8])
     flat = tl.where(is_remote, flat, RANK * max_tokens + at)
     base = tl.where(is_remote, remote_ptr, local_ptr)
+    given_up = False
+    if GUARD:
+        given_up = tl.load(state_ptr + 1) != 0
     if tl.max(live.to(tl.int32), axis=0) != 0:
         rows = _rows_of(slot_row_ptr, flat * K, live, K)
         for first in tl.range(0, HB, BLOCKS, num_stages=1):
             col = first * _BLOCK + tl.arange(0, BLOCKS * _BLOCK)
             mask = live[:, None] & (col < H)[None, :]
             raw = tl.load(base + start[:, None] + col[None, :], mask=mask, other=0.0)
+            if GUARD:
+                raw = tl.where(given_up, float("nan"), raw.to(tl.float32)).to(tl.bfloat16)
             x = tl.reshape(raw.to(tl.float32), [BLOCK_T, BLOCKS, _BLOCK])
             factor = quantization_factor(tl.max(magnitude_bits(x), axis=2))
             data = tl.reshape((x * factor[:, :, None]).to(tl.float8e4nv), [BLOCK_T, BLOCKS * _BLOCK])
@@ -137,6 +142,7 @@ def expand_both(
     from_peers: bool,
     out: Tensor | None = None,
     out8: Fp8Rows | None = None,
+    state: Tensor | None = None,
 ) -> tuple[Tensor, Fp8Rows]:
     """The pool's rows in bf16 and quantized, from bf16 tokens, on the current stream.
 
@@ -147,12 +153,13 @@ def expand_both(
             on the peers lie `delta` bytes away.
         delta: (W,) int64, multiples of 16.
         out, out8: the pools to write, (P, H) bf16 and (1, P, H) rows; new when None.
+        state: this rank's; all rows are NaN where it says that the call was given up.
 
     Raises:
         ConfigError: H is not a multiple of 16.
     """
     pool = local.new_empty(plan.shape.pool_rows, local.shape[1]) if out is None else out
-    return pool, _expand_bf16(plan, local, remote, delta, from_peers, pool, out8, keep=False)
+    return pool, _expand_bf16(plan, local, remote, delta, from_peers, pool, out8, state)
 
 
 def expand_kept(
@@ -175,7 +182,7 @@ def expand_kept(
         ConfigError: H is not a multiple of 16.
     """
     kept = local if received is None else received
-    return _expand_bf16(plan, local, remote, delta, received is not None, kept, out8, keep=True)
+    return _expand_bf16(plan, local, remote, delta, received is not None, kept, out8, None, keep=True)
 
 
 def _expand_bf16(
@@ -186,7 +193,8 @@ def _expand_bf16(
     from_peers: bool,
     pool: Tensor,
     out8: Fp8Rows | None,
-    keep: bool,
+    state: Tensor | None,
+    keep: bool = False,
 ) -> Fp8Rows:
     shape = plan.shape
     num_tokens, hidden = local.shape
@@ -199,9 +207,10 @@ def _expand_bf16(
     if local_blocks + remote_blocks:
         launch_triton(_expand_both_kernel, (local_blocks + remote_blocks,),
             local, remote, delta, pool, pool8.data, pool8.scale, plan.slot_row, plan.recv_token,
-            plan.recv_count, num_tokens, shape.max_tokens, hidden, blocks, shape.pool_rows, local_blocks,
-            remote_blocks, RANK=shape.rank, K=shape.top_k, BLOCK_T=block_t,
-            BLOCKS=min(next_power_of_2(blocks), 16), FROM_PEERS=from_peers, KEEP=keep, num_warps=4,
+            plan.recv_count, plan.flat if state is None else state, num_tokens, shape.max_tokens, hidden,
+            blocks, shape.pool_rows, local_blocks, remote_blocks,
+            RANK=shape.rank, K=shape.top_k, BLOCK_T=block_t, BLOCKS=min(next_power_of_2(blocks), 16),
+            FROM_PEERS=from_peers, GUARD=state is not None, KEEP=keep, num_warps=4,
         )  # fmt: skip
     return pool8
 
