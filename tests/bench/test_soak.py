@@ -72,6 +72,13 @@ def _part() -> worker.Part:
     return part(0, SMALL, 0, 3)
 
 
+def test_no_step_is_recomputed(monkeypatch) -> None:
+    right, calls = worker.mega_moe, []
+    monkeypatch.setattr(worker, "mega_moe", lambda *given, **how: calls.append(0) or right(*given, **how))
+    _part()
+    assert len(calls) == 4
+
+
 def test_a_right_op_is_found_wrong() -> None:
     made = _part()
     assert made.finite and made.steps == 3

@@ -5,7 +5,8 @@
     python -m titan_megamoe.bench soak --ranks 8 --share-gpus --steps 100      # 8 ranks on 2 GPUs
 
 Every step draws each rank's T (0 and the bound included), one of six routings, a layer of three that share
-a workspace, weights that change in place now and then, and waits of each rank before forward and backward.
+a workspace, weights that change in place now and then, and waits of each rank before forward and backward;
+every third step is recomputed in its backward, as activation checkpointing does.
 Every value must be finite, every 50th step agree with the fp64 oracle on all ranks, memory stay what it was,
 and 100 repeats of one step give the same bits.
 """
