@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from test_staged import Staged
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from titan_megamoe import MegaMoEConfig, mega_moe
+from titan_megamoe import MegaMoEConfig, mega_moe, op
 from titan_megamoe.testing.oracle import relative_l2
 from titan_megamoe.testing.problems import Problem, Tensors, leaves, tensors
 
@@ -113,6 +115,66 @@ def test_idle_experts_step_with_a_zero_gradient_and_no_hang(rank_pool, backend, 
         for name, delta in moved.items():
             expert = int(name.split("[")[1][:-1])
             assert (delta > 0) == (expert in used), f"{name} moved by {delta}, used: {expert in used}"
+
+
+# ---- a recomputation that ends inside the experts' forward -----------------------------------------------
+
+
+class Block(nn.Module):
+    """A residual block that ends with the experts, recomputed in its backward if `recompute`."""
+
+    def __init__(self, experts: Experts, recompute: bool) -> None:
+        super().__init__()
+        self.norm, self.experts, self.recompute = nn.RMSNorm(64), experts, recompute
+
+    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+        if self.recompute:
+            return checkpoint(self.block, x, routing, use_reentrant=False)
+        return self.block(x, routing)
+
+    def block(self, x: Tensor, routing: Routing) -> Tensor:
+        return x + self.experts.routed(self.norm(x), routing)
+
+
+def _gradients_of_blocks(rank: int, mesh, recompute: bool) -> list[Tensor]:
+    """What two steps leave on two blocks, each sharded as TorchTitan does it: experts, then the block."""
+    config = MegaMoEConfig(backend="reference")
+    made = [tensors(Problem(tokens=(64, 64), hidden=64, intermediate=96, seed=n)) for n in range(2)]
+    blocks = nn.ModuleList(Block(_shard(Experts(t, config), mesh), recompute) for t in made)
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=MP)
+        block.set_gradient_divide_factor(1.0)
+        block.set_force_sum_reduction_for_comms(True)
+    mine = slice(rank * 64, (rank + 1) * 64)
+    for _ in range(2):
+        y = made[0].x[mine]
+        for t, block in zip(made, blocks, strict=True):
+            y = block(y, Routing(t.ids[mine], t.weights[mine]))
+        y.backward(made[0].dy[mine])
+    return [p.grad.full_tensor() for p in blocks.parameters() if p.grad is not None]
+
+
+def _recomputed_blocks(rank: int) -> list[tuple[bool, int, int]]:
+    """For each way to recompute: whether nothing changed, and how often each stage ran."""
+    mesh = dist.init_device_mesh("cpu", (2,))
+    real, found = op.get_backend, []
+    want = _gradients_of_blocks(rank, mesh, False)
+    for early_stop in (True, False):
+        staged = Staged()
+        op.get_backend = lambda _, staged=staged: staged
+        try:
+            with set_checkpoint_early_stop(early_stop):
+                grads = _gradients_of_blocks(rank, mesh, True)
+        finally:
+            op.get_backend = real
+        same = all(torch.equal(a, b) for a, b in zip(grads, want, strict=True))
+        found.append((same, staged.begun, staged.finished))
+    return found
+
+
+def test_fsdp_loses_its_place_where_a_recomputation_ends_early(rank_pool) -> None:
+    for found in rank_pool(2).run(_recomputed_blocks):
+        assert found == [(True, 8, 4), (True, 8, 8)]
 
 
 # ---- gradient accumulation (case 8) ------------------------------------------------------------------
