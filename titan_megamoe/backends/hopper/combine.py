@@ -25,16 +25,18 @@ alike exchanges chunk 0 too, without data.
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...routing import RoutingPlan
+from ...routing import PlanShape, RoutingPlan
 from . import status
 from .layout import COMBINE_TOKENS, cdiv, next_power_of_2
 from .plan_kernels import _report, window
 from .symmetric import _GENERATION_BITS, _MAIL, globaltimer, tell_given_up
-from .triton_launch import launch_triton
+from .triton_launch import Bound, launch_triton
 
 BLOCK_TOKENS = 2
 """Tokens that a block adds at once: enough loads in flight without spilling."""
@@ -278,7 +280,7 @@ def combine(
     """
     shape = plan.shape
     num_chunks = grid_chunks = max(cdiv(shape.max_tokens, COMBINE_TOKENS), 1)
-    num_tokens, top_k = ids.shape
+    num_tokens = ids.shape[0]
     own = max(cdiv(num_tokens, COMBINE_TOKENS), 1)
     window_chunks = cdiv(shape.window_tokens, COMBINE_TOKENS) if passes > 1 else num_chunks
     if pass_index:  # the first pass may be the only one
@@ -287,16 +289,23 @@ def combine(
     dummy = plan.flat
     parts = 1 if dweight_parts is None else dweight_parts.shape[0]
     lead, groups = block_counts(grid_chunks, own, shape.world, LEAD_CHUNKS)
-    launch_triton(_combine_kernel, (lead + groups * shape.world,),
+    kernel = _bound(shape, passes, hidden, lead, rows is not None, dweight is not None)
+    launch_triton(kernel, (lead + groups * shape.world,),
         dummy if rows is None else rows, plan.slot_row, plan.tokens, plan.ok, ids,
         dummy if out is None else out, dummy if dweight_parts is None else dweight_parts,
         dummy if dweight is None else dweight, workspace.partial, workspace.dweight,
         workspace.flags, workspace.mail, workspace.delta, workspace.state, workspace.report,
         num_tokens, shape.max_tokens, hidden, parts, shape.pool_rows, signature,
-        int(min(timeout_s, 1e9) * 1e9), pass_index, window_chunks, PASSES=passes, WORLD=shape.world,
-        WORLD_P=max(next_power_of_2(shape.world), 2), RANK=shape.rank, K=top_k,
-        KP=next_power_of_2(top_k), E_LOCAL=shape.num_local_experts, CHUNK=COMBINE_TOKENS,
-        BLOCK_T=BLOCK_TOKENS, BLOCK_H=min(next_power_of_2(hidden), 1024), LEAD=lead,
-        HAS_ROWS=rows is not None, HAS_DWEIGHT=dweight is not None, TIMEOUT=status.TIMEOUT_COMBINE,
+        int(min(timeout_s, 1e9) * 1e9), pass_index, window_chunks,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def _bound(shape: PlanShape, passes: int, hidden: int, lead: int, has_rows: bool, has_dweight: bool) -> Bound:
+    return Bound(
+        _combine_kernel, PASSES=passes, WORLD=shape.world, WORLD_P=max(next_power_of_2(shape.world), 2),
+        RANK=shape.rank, K=shape.top_k, KP=next_power_of_2(shape.top_k), E_LOCAL=shape.num_local_experts,
+        CHUNK=COMBINE_TOKENS, BLOCK_T=BLOCK_TOKENS, BLOCK_H=min(next_power_of_2(hidden), 1024), LEAD=lead,
+        HAS_ROWS=has_rows, HAS_DWEIGHT=has_dweight, TIMEOUT=status.TIMEOUT_COMBINE,
         AHEAD=status.PEER_AHEAD, GAVE_UP=status.PEER_GAVE_UP, num_warps=4,
     )  # fmt: skip

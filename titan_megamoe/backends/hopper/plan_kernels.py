@@ -13,18 +13,20 @@ max_routed_rows. Every rank reads the same ids, so all ranks give up alike.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...routing import RoutingPlan
+from ...routing import PlanShape, RoutingPlan
 from . import status
 from .layout import cdiv, next_power_of_2
 from .tiles import BLOCK_M
-from .triton_launch import launch_triton
+from .triton_launch import Bound, launch_triton
 
 CHUNK_TOKENS = 32
 BAD_ID = -2
@@ -318,45 +320,71 @@ def build_plans(
         signature: of the call, for the report.
     """
     shape, tokens = plans[0].shape, plans[0].tokens
-    per_rank = cdiv(max(shape.max_tokens, 1), CHUNK_TOKENS)
-    num_chunks = per_rank * shape.world
-    e, world = shape.num_local_experts, shape.world
-    columns = 2 * e + 2 * world
-    scratch = torch.empty(columns * num_chunks + columns + 2 * e, dtype=torch.int32, device=tokens.device)
-    hist = scratch[: columns * num_chunks]
-    total = scratch[columns * num_chunks : columns * num_chunks + columns]
-    base = scratch[columns * num_chunks + columns :]
-    sizes = dict(
-        WORLD=world,
-        RANK=shape.rank,
-        K=shape.top_k,
-        KP=next_power_of_2(shape.top_k),
-        E_LOCAL=e,
-        E_P=max(next_power_of_2(e), 2),
-        CHUNK=CHUNK_TOKENS,
-    )
-    warps = 8 if sizes["E_P"] > 64 else 4
-    launch_triton(_histogram_kernel, (num_chunks,),
+    sizes = _sizes(shape, len(plans))
+    per_rank, num_chunks, columns = sizes.per_rank, sizes.num_chunks, sizes.columns
+    scratch = torch.empty(sum(sizes.scratch), dtype=torch.int32, device=tokens.device)
+    hist, total, base = scratch.split_with_sizes(sizes.scratch)
+    launch_triton(sizes.histogram, (num_chunks,),
         ids, delta, tokens, hist, num_chunks, per_rank, shape.max_tokens,
-        WORLD_P=max(next_power_of_2(world), 2), num_warps=warps, **sizes,
     )  # fmt: skip
     launch_triton(_prefix_kernel, (columns,), hist, total, num_chunks, BLOCK=1024, num_warps=4)
     for index, plan in enumerate(plans):
-        window_chunks = cdiv(shape.window_tokens, CHUNK_TOKENS) if len(plans) > 1 else per_rank
-        launch_triton(_layout_kernel, (shape.max_tiles,),
+        launch_triton(sizes.layout, (shape.max_tiles,),
             total, state, report, signature, shape.max_routed_rows, shape.max_tiles,
             plan.offs, plan.counts, plan.num_tiles, plan.recv_count, plan.ok, plan.tile_expert,
             plan.row_source, plan.row_slot, plan.row_weight, base, hist, num_chunks, per_rank, index,
-            window_chunks,
-            WORLD=world, WORLD_P=max(next_power_of_2(world), 2), E_LOCAL=e, E_P=sizes["E_P"],
-            PASSES=len(plans), BLOCK_M=BLOCK_M, CODE_BAD_ID=status.BAD_ID,
-            CODE_ROUTED_ROWS=status.ROUTED_ROWS, num_warps=4,
+            sizes.window_chunks,
         )  # fmt: skip
-        launch_triton(_fill_kernel, (num_chunks,),
+        launch_triton(sizes.fill, (num_chunks,),
             ids, weights, delta, tokens, hist, total, base, plan.ok, num_chunks, per_rank,
             shape.max_tokens, plan.row_source, plan.row_slot, plan.row_weight, plan.slot_row,
-            plan.recv_token, index, window_chunks, PASSES=len(plans), num_warps=warps, **sizes,
+            plan.recv_token, index, sizes.window_chunks,
         )  # fmt: skip
         if index:
             plan.tokens.copy_(tokens)
             plan.call.copy_(plans[0].call)
+
+
+class _Sizes(NamedTuple):
+    """What the launches of `build_plans` share between calls of one shape.
+
+    Attributes:
+        per_rank, num_chunks: chunks of one rank's tokens, and of all ranks'.
+        columns: of the histogram.
+        window_chunks: chunks of one rank in a pass.
+        scratch: words of the histogram, its totals, and the base rows.
+        histogram, layout, fill: the kernels with their constants.
+    """
+
+    per_rank: int
+    num_chunks: int
+    columns: int
+    window_chunks: int
+    scratch: list[int]
+    histogram: Bound
+    layout: Bound
+    fill: Bound
+
+
+@functools.lru_cache(maxsize=256)
+def _sizes(shape: PlanShape, passes: int) -> _Sizes:
+    per_rank = cdiv(max(shape.max_tokens, 1), CHUNK_TOKENS)
+    num_chunks = per_rank * shape.world
+    e, world = shape.num_local_experts, shape.world
+    columns = 2 * e + 2 * world
+    world_p, e_p = max(next_power_of_2(world), 2), max(next_power_of_2(e), 2)
+    ranks = dict(
+        WORLD=world, RANK=shape.rank, K=shape.top_k, KP=next_power_of_2(shape.top_k), E_LOCAL=e, E_P=e_p,
+        CHUNK=CHUNK_TOKENS, num_warps=8 if e_p > 64 else 4,
+    )  # fmt: skip
+    return _Sizes(
+        per_rank, num_chunks, columns,
+        window_chunks=cdiv(shape.window_tokens, CHUNK_TOKENS) if passes > 1 else per_rank,
+        scratch=[columns * num_chunks, columns, 2 * e],
+        histogram=Bound(_histogram_kernel, WORLD_P=world_p, **ranks),
+        layout=Bound(
+            _layout_kernel, WORLD=world, WORLD_P=world_p, E_LOCAL=e, E_P=e_p, PASSES=passes, BLOCK_M=BLOCK_M,
+            CODE_BAD_ID=status.BAD_ID, CODE_ROUTED_ROWS=status.ROUTED_ROWS, num_warps=4,
+        ),
+        fill=Bound(_fill_kernel, PASSES=passes, **ranks),
+    )  # fmt: skip

@@ -32,6 +32,8 @@ progress words of the communicating programs.
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -39,7 +41,7 @@ from torch import Tensor
 from . import status
 from .layout import MAIL_WORDS, PROGRESS_AT, cdiv, next_power_of_2
 from .plan_kernels import BAD_ID, _report
-from .triton_launch import launch_triton
+from .triton_launch import Bound, launch_triton
 
 _GENERATION_BITS = tl.constexpr(status.GENERATION_BITS)
 _MAIL = tl.constexpr(MAIL_WORDS)
@@ -296,12 +298,19 @@ def open_call(
     `call` (1,) int32 gets the call's number in a forward; in a backward it holds the number of its forward,
     which must be the same on all ranks.
     """
-    launch_triton(_open_call_kernel, (1,),
+    launch_triton(_open(world, rank, backward), (1,),
         mail, delta, state, report, tokens, call, signature, num_tokens, call,
-        int(min(timeout_s, 1e9) * 1e9), WORLD=world, WORLD_P=max(next_power_of_2(world), 2),
-        RANK=rank, IS_BACKWARD=backward, TIMEOUT=status.TIMEOUT_OPEN, AHEAD=status.PEER_AHEAD,
-        WRONG_SIGNATURE=status.SIGNATURE, GAVE_UP=status.PEER_GAVE_UP,
-        OTHER_FORWARD=status.OTHER_FORWARD, num_warps=1,
+        int(min(timeout_s, 1e9) * 1e9),
+    )  # fmt: skip
+
+
+@functools.lru_cache
+def _open(world: int, rank: int, backward: bool) -> Bound:
+    return Bound(
+        _open_call_kernel, WORLD=world, WORLD_P=max(next_power_of_2(world), 2), RANK=rank,
+        IS_BACKWARD=backward, TIMEOUT=status.TIMEOUT_OPEN, AHEAD=status.PEER_AHEAD,
+        WRONG_SIGNATURE=status.SIGNATURE, GAVE_UP=status.PEER_GAVE_UP, OTHER_FORWARD=status.OTHER_FORWARD,
+        num_warps=1,
     )  # fmt: skip
 
 

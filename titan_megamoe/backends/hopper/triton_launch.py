@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 from triton import knobs
@@ -45,44 +46,111 @@ class _Kind:
     """How calls of one kind are launched.
 
     Attributes:
-        kernel: held, so that its id stays its own.
         start: the C function; None: Triton's own way.
         function, cooperative, pdl, metadata: what it takes of the compiled kernel.
         maps: for each descriptor among the arguments, in their order, what its tensor map needs.
         constants: values of the parameters after the positional ones.
     """
 
-    __slots__ = ("constants", "cooperative", "function", "kernel", "maps", "metadata", "pdl", "start")
+    __slots__ = ("constants", "cooperative", "function", "maps", "metadata", "pdl", "start")
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
+    def __init__(self) -> None:
         self.start: Any = None
         self.function = self.cooperative = self.pdl = self.metadata = None
         self.maps: tuple[tuple[Any, ...], ...] = ()
         self.constants: tuple[Any, ...] = ()
 
 
+class Bound:
+    """A kernel and values of its last parameters that many launches share: made once, never changed."""
+
+    __slots__ = ("kernel", "named")
+
+    def __init__(self, kernel: Any, **named: Any) -> None:
+        self.kernel, self.named = kernel, named
+
+
 _kinds: dict[tuple[Any, ...], _Kind] = {}
+_exact: dict[tuple[Any, ...], _Kind] = {}
+"""Kinds by the integers themselves, which takes less time than to classify them."""
+MAX_EXACT = 8192
+"""Entries after which `_exact` starts anew: the numbers of tokens have no end."""
 
 
-def launch_triton(kernel: Any, grid: tuple[int, ...], /, *args: Any, **named: Any) -> None:
+def launch_triton(what: Any, grid: tuple[int, ...], /, *args: Any, **named: Any) -> None:
     """`kernel[grid](*args, **named)` on the current device's current stream.
 
     Args:
-        kernel: a kernel of Triton or Gluon.
+        what: a kernel of Triton or Gluon, or one that is `Bound`.
         grid: 1 to 3 extents.
         args: the kernel's first parameters in order, none of them constexpr.
-        named: the other parameters, all constexpr, and launch options.
+        named: the other parameters that are not bound, all constexpr, and launch options.
     """
+    bound = what if type(what) is Bound else _bound(what)
+    kernel = bound.kernel
     if type(kernel) not in _JIT or not _known_triton:
-        kernel[grid](*args, **named)
+        kernel[grid](*args, **bound.named, **named)
         return
     active = driver.active
     device = active.get_current_device()
-    key: list[Any] = [id(kernel), device, *named.items()]
-    values: list[Any] = []
-    descriptors: list[tuple[int, Any]] = []
-    add, put = key.append, values.append
+    head = (bound, device, *named.items())
+    try:
+        exact = (
+            *head,
+            *[a if type(a) is int else (a.dtype if a.data_ptr() & 15 == 0 else _ODD[a.dtype]) for a in args],
+        )
+    except (AttributeError, KeyError):  # descriptors, or what Triton has to see itself
+        exact = ()
+    kind = _exact.get(exact) if exact else None
+    if kind is None:
+        kind = _kind_of(bound, grid, head, args, named)
+        if kind is None:
+            return
+        if exact:
+            if len(_exact) >= MAX_EXACT:
+                _exact.clear()
+            _exact[exact] = kind
+    if kind.start is None or kernel.pre_run_hooks or _hooked():
+        kernel[grid](*args, **bound.named, **named)
+        return
+    values = (
+        # Triton asks the CUDA driver about a tensor's address; a CUDA tensor's needs no question.
+        [a.data_ptr() if type(a) is not int and a.is_cuda else a for a in args]
+        if exact
+        else _with_maps(args, kind)
+    )
+    x, y, z = (grid[0], 1, 1) if len(grid) == 1 else (*grid, 1)[:3]
+    kind.start(
+        x, y, z, active.get_current_stream(device), kind.function, kind.cooperative, kind.pdl,
+        None, None, kind.metadata, None, None, None, *values, *kind.constants,
+    )  # fmt: skip
+
+
+_unbound: dict[int, Bound] = {}
+
+
+def _bound(kernel: Any) -> Bound:
+    """The kernel with nothing bound, always the same object; it holds the kernel, whose id stays its own."""
+    known = _unbound.get(id(kernel))
+    if known is None:
+        known = _unbound.setdefault(id(kernel), Bound(kernel))
+    return known
+
+
+_ODD = {
+    getattr(torch, name): f"unaligned {name}"
+    for name in ("bfloat16", "float32", "float16", "int32", "int64", "int16", "uint8", "float8_e4m3fn")
+}
+
+
+def _kind_of(
+    bound: Bound, grid: tuple[int, ...], head: tuple[Any, ...], args: tuple[Any, ...], named: dict[str, Any]
+) -> _Kind | None:
+    """The kind of a call; None if it has just been launched, to learn the kind or by need."""
+    kernel, every = bound.kernel, bound.named | named
+    key = list(head)
+    add = key.append
+    maps = 0
     for argument in args:
         is_a = type(argument)
         if is_a is int:
@@ -92,41 +160,38 @@ def launch_triton(kernel: Any, grid: tuple[int, ...], /, *args: Any, **named: An
                 add(2 if argument & 15 else 3)
             else:
                 add(_wide(argument))
-            put(argument)
-        elif is_a is Tensor or isinstance(argument, Tensor):
-            address = argument.data_ptr()
+        elif isinstance(argument, Tensor):
             add(argument.dtype)
-            add(address & 15 == 0)
-            # Triton asks the CUDA driver about a tensor's address; a CUDA tensor's needs no question.
-            put(address if argument.is_cuda else argument)
+            add(argument.data_ptr() & 15 == 0)
         elif is_a in _DESCRIPTORS:
             add(argument.__dict__.get(_KIND) or _descriptor_kind(argument))
-            descriptors.append((len(values), argument))
-            put(argument)
+            maps += 1
         else:
-            kernel[grid](*args, **named)
-            return
+            kernel[grid](*args, **every)
+            return None
     facts = tuple(key)
     kind = _kinds.get(facts)
     if kind is None:
-        compiled = kernel[grid](*args, **named)
-        _kinds[facts] = _learn(kernel, compiled, args, named, len(descriptors))
-        return
-    if kind.start is None or kernel.pre_run_hooks or _hooked():
-        kernel[grid](*args, **named)
-        return
-    # From the last: a map takes several places.
-    for index in range(len(descriptors) - 1, -1, -1):
-        place, descriptor = descriptors[index]
-        values[place : place + 1] = _map_arguments(
-            descriptor.base.data_ptr(), tuple(descriptor.shape), tuple(descriptor.strides),
-            descriptor.padding == "nan", kind.maps[index],
-        )  # fmt: skip
-    x, y, z = (grid[0], 1, 1) if len(grid) == 1 else (*grid, 1)[:3]
-    kind.start(
-        x, y, z, active.get_current_stream(device), kind.function, kind.cooperative, kind.pdl,
-        None, None, kind.metadata, None, None, None, *values, *kind.constants,
-    )  # fmt: skip
+        compiled = kernel[grid](*args, **every)
+        _kinds[facts] = _learn(kernel, compiled, args, every, maps)
+    return kind
+
+
+def _with_maps(args: tuple[Any, ...], kind: _Kind) -> list[Any]:
+    """What the C function takes for arguments of which some are descriptors."""
+    values: list[Any] = []
+    maps = iter(kind.maps)
+    for argument in args:
+        if type(argument) in _DESCRIPTORS:
+            values += _map_arguments(
+                argument.base.data_ptr(), tuple(argument.shape), tuple(argument.strides),
+                argument.padding == "nan", next(maps),
+            )  # fmt: skip
+        elif type(argument) is not int and argument.is_cuda:
+            values.append(argument.data_ptr())
+        else:
+            values.append(argument)
+    return values
 
 
 def _wide(value: int) -> int:
@@ -163,7 +228,7 @@ def _hooked() -> bool:
 
 def _learn(kernel: Any, compiled: Any, args: tuple[Any, ...], named: dict[str, Any], maps: int) -> _Kind:
     """What a first call has compiled; a kind without `start` where this file does not know its way."""
-    kind = _Kind(kernel)
+    kind = _Kind()
     constants = []
     for parameter in kernel.params[len(args) :]:
         value = named.get(parameter.name, parameter.default)
