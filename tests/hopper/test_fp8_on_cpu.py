@@ -55,6 +55,24 @@ def test_tails_swizzles_or_scales_are_wrong(hidden, intermediate, counts):
     assert all(error <= LIMIT / 4 for error in errors.values()), errors
 
 
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "counts"), [(144, 208, [5, 0, 130]), (16, 528, [128, 127, 1])]
+)
+def test_columns_of_the_epilogue_differ_from_those_of_its_bf16_results(hidden, intermediate, counts):
+    experts = make_experts(hidden, intermediate, counts)
+    experts.dy[2, 3] = float("inf")
+    rows, columns = run_chain(experts), run_chain(experts, columns=True)
+    assert columns.dgu16 is None and columns.h16 is None and len(columns.dw) == 3
+    for ours, theirs in zip(columns.dw, rows.dw, strict=True):
+        assert torch.equal(ours.nan_to_num(7.0), theirs.nan_to_num(7.0))
+        assert ours[1:].isfinite().all() and ours[-1].any()
+    assert not columns.dw[0][0].isfinite().all()
+    for span in experts.spans():
+        assert torch.equal(columns.dx[span].nan_to_num(7.0), rows.dx[span].nan_to_num(7.0))
+        dg, du = (columns.dgu.data[:, span].float(), rows.dgu.data[:, span].float())
+        assert torch.equal(dg.nan_to_num(7.0), du.nan_to_num(7.0))
+
+
 def test_frozen_parameters_change_other_gradients():
     experts = make_experts(144, 208, [5, 60])
     full = run_chain(experts)

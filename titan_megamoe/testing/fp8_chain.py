@@ -136,8 +136,12 @@ def run_chain(
     quantize_weights: Callable[[Any], QuantizedWeight] = reference_weights,
     quantize_columns: Callable[[Tensor, PoolTiles], Fp8Columns] = reference_columns,
     dtype: torch.dtype = torch.bfloat16,
+    columns: bool = False,
 ) -> Chain:
-    """All kernels on the current device; weight gradients in `dtype`, if all their operands are needed."""
+    """All kernels on the current device; weight gradients in `dtype`, if all their operands are needed.
+
+    With `columns` the epilogue of dgrad2 quantizes dg, du and h' in columns, else `quantize_columns` does.
+    """
     tiles = experts.tiles
     w13, w2 = quantize_weights([experts.w1, experts.w3]), quantize_weights([experts.w2])
     h, gate_up = gemm_up_fp8(quantize_rows(experts.x), w13, experts.weight, tiles)
@@ -145,16 +149,18 @@ def run_chain(
     o = gemm_plain_fp8(h, w2.data, w2.scale, tiles)
     back = gemm_down_backward_fp8(
         quantize_rows(experts.dy), w2, gate_up, experts.weight, tiles,
-        need_grads=need_grads, need_h=need_h, need_dw=need_dw,
+        need_grads=need_grads, need_h=need_h, need_dw=need_dw, columns=columns,
     )  # fmt: skip
     dx = gemm_plain_fp8(back.dgu, w13.data_t, w13.scale_t, tiles)
     dweight = None if back.dw_parts is None else back.dw_parts.sum(0)
     dw: tuple[Tensor, ...] = ()
-    if back.dgu16 is not None and back.h_RI is not None:
-        x, dy, h16, dgu16 = (
-            quantize_columns(t, tiles) for t in (experts.x, experts.dy, back.h_RI, back.dgu16)
-        )
-        dw = *wgrad_fp8(dgu16, x, tiles, dtype=dtype), *wgrad_fp8(dy, h16, tiles, dtype=dtype)
+    if need_grads and need_h:
+        x, dy = (quantize_columns(rows, tiles) for rows in (experts.x, experts.dy))
+        dgu, h16 = back.dgu_columns, back.h_columns
+        if back.dgu16 is not None and back.h_RI is not None:
+            dgu, h16 = (quantize_columns(rows, tiles) for rows in (back.dgu16, back.h_RI))
+        assert dgu is not None and h16 is not None
+        dw = *wgrad_fp8(dgu, x, tiles, dtype=dtype), *wgrad_fp8(dy, h16, tiles, dtype=dtype)
     return Chain(gate_up, h, o, back.dgu, back.dgu16, back.h_RI, dweight, dx, dw)
 
 

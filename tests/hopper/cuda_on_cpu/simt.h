@@ -58,7 +58,7 @@ static u32 random_below(u32 n) {
 struct Rendezvous {
     int arrived = 0;
     u32 generation = 0;
-    u32 slot[2][128];
+    u32 slot[2][BLOCK_THREADS];
 };
 
 struct Store {
@@ -92,7 +92,7 @@ static Fiber fibers[BLOCK_THREADS];
 static ucontext_t main_context;
 static int current;
 static void enter(int thread) { current = threadIdx.x = thread; }
-static Rendezvous warps[BLOCK_THREADS / 32], groups_of_warps[BLOCK_THREADS / 128], block_barrier;
+static Rendezvous warps[BLOCK_THREADS / 32], groups_of_warps[BLOCK_THREADS / 128], block_barrier, some_threads;
 static std::deque<Group> all_groups;
 
 static void yield_fiber() {
@@ -133,6 +133,10 @@ static float float_of(u32 b) {
 }
 
 DEVICE void __syncthreads() { meet(block_barrier, BLOCK_THREADS, 0, 0, 0); }
+template <int THREADS>
+DEVICE void sync_threads() {
+    meet(some_threads, THREADS, current, 0, 0);
+}
 DEVICE void __syncwarp() { meet(warps[current / 32], 32, current % 32, 0, 0); }
 DEVICE u32 __shfl_sync(u32, u32 value, int lane) {
     return meet(warps[current / 32], 32, current % 32, value, lane);
@@ -363,6 +367,20 @@ DEVICE void store_shared_pair(u32 address, float first, float second) {
 }
 DEVICE void store_shared_half(u32 address, u16 value) { store_shared(address, &value, 2); }
 
+DEVICE void load_transposed(u32 (&d)[4], u32 address) {
+    const int lane = current % 32;
+    for (int i = 0; i < 4; ++i) {
+        u16 pair[2];
+        for (int j = 0; j < 2; ++j) {
+            const u32 row = __shfl_sync(~0u, address, 8 * i + lane % 4 * 2 + j);
+            if (row % 16) fail("a matrix row is misaligned");
+            memcpy(&pair[j], shared + row + lane / 4 * 2, 2);
+        }
+        d[i] = pair[0] | u32(pair[1]) << 16;
+    }
+    __syncwarp();
+}
+
 DEVICE float exp2_approx(float x) { return std::exp2(x); }
 DEVICE float reciprocal_approx(float x) { return 1.f / x; }
 DEVICE float max_or_nan(float a, float b) { return a != a || b != b ? NAN : std::fmax(a, b); }
@@ -389,6 +407,10 @@ DEVICE u16 pack_e4m3(float first, float second) { return u16(e4m3_bits(first) | 
 
 DEVICE float low_bf16(u32 packed) { return float_of(packed << 16); }
 DEVICE float high_bf16(u32 packed) { return float_of(packed & 0xFFFF0000u); }
+DEVICE u32 max_magnitudes_bf16(u32 a, u32 b) {
+    a &= 0x7FFF7FFF, b &= 0x7FFF7FFF;
+    return pack_bf16(max_or_nan(low_bf16(a), low_bf16(b)), max_or_nan(high_bf16(a), high_bf16(b)));
+}
 DEVICE float __fdiv_rn(float a, float b) { return a / b; }
 using std::max;
 using std::min;
@@ -430,7 +452,7 @@ static void run_block() {
     std::fill(unfenced.begin(), unfenced.end(), 0);
     for (auto& w : warps) w = Rendezvous{};
     for (auto& g : groups_of_warps) g = Rendezvous{};
-    block_barrier = Rendezvous{};
+    block_barrier = some_threads = Rendezvous{};
     for (int i = 0; i < BLOCK_THREADS; ++i) {
         Fiber& f = fibers[i];
         f.done = false;

@@ -27,17 +27,19 @@ WARPS = 8
 
 
 class Ring(NamedTuple):
-    """How a kernel spends shared memory.
+    """How a kernel spends shared memory and registers.
 
     Attributes:
         stages: of the ring; 48 KB of operands each.
         pieces: 2 KB of results a warp can have on their way out.
         scales: fp32 scales that come with a stage.
+        registers: of a multiplying thread; the loading ones have 504 less twice that.
     """
 
     stages: int = 3
     pieces: int = 5
     scales: int = COLUMN_BLOCK
+    registers: int = 232
 
     @property
     def shared_bytes(self) -> int:
@@ -47,7 +49,7 @@ class Ring(NamedTuple):
 
 
 RINGS = {
-    "fp8_down_backward": Ring(stages=4, pieces=2),
+    "fp8_down_backward": Ring(stages=4, pieces=2, registers=240),
     "fp8_wgrad": Ring(pieces=4, scales=3 * COLUMN_BLOCK),
 }
 """Of the kernels to which another ring than the default is better; docs/experiments_gemm.md."""
@@ -61,9 +63,10 @@ def ring(name: str) -> Ring:
 def cuda_source(name: str) -> str:
     """The whole text of a kernel: what it shares with the others, then its own file."""
     folder = Path(__file__).with_name("cuda")
-    stages, pieces, scales = sizes = ring(name)
+    stages, pieces, scales, registers = sizes = ring(name)
     head = (
         f"constexpr int STAGES = {stages}, PIECES = {pieces}, SCALES = {scales};\n"
+        f"constexpr unsigned MATH_REGISTERS = {registers};\n"
         f"constexpr int HOST_SHARED_BYTES = {sizes.shared_bytes};"
     )
     files = ("ptx.cuh", "ring.cuh", "fp8_gemm.cuh", f"{name}.cu")

@@ -11,8 +11,9 @@ them.
 
 The fp8 GEMMs take all registers of an SM, so what runs beside a GEMM runs beside bf16 weight gradients: x
 arrives under dW2, the combine runs under dW1 and dW3. With fp8 weight gradients both run beside the
-quantization of their operands, one after the other. Every peer's buffer is read before this rank sends its
-partial sums, which is when the peer may write there again.
+quantization of dy and x, one after the other; dg, du and h' are quantized in the epilogue of dgrad2. Every
+peer's buffer is read before this rank sends its partial sums, which is when the peer may write there
+again.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from .fp8_expand import expand_both, expand_fp8, expand_kept, receive
 from .fp8_gemm import Fp8Rows, gemm_down_backward_fp8, gemm_plain_fp8, gemm_up_fp8, why_no_kernels
 from .fp8_quantize import check_fp8_dims, quantize_rows
 from .fp8_weights import WeightCache
-from .fp8_wgrad import quantize_columns, wgrad_fp8
+from .fp8_wgrad import Fp8Columns, quantize_columns, wgrad_fp8
 from .plan_kernels import build_plans
 from .side import beside, now
 from .symmetric import publish
@@ -124,7 +125,7 @@ class Fp8FusedBackend(FusedBackend):
             dy_received = None
             if fp8_weights and shared and needs.w2:
                 dy_received = dy.new_empty(shape.recv_rows, call.hidden)
-            h = dgu16 = parts = rows = dy8 = dy_RH = None
+            h = dgu16 = h8 = dgu8 = parts = rows = dy8 = dy_RH = None
             if not needs.w2:
                 dy8 = _dispatch(plan, local, workspace)
             elif fp8_weights and need_data:
@@ -144,9 +145,10 @@ class Fp8FusedBackend(FusedBackend):
                 w13, w2 = self.weights.get(call.w1, call.w3, call.w2)
                 back = gemm_down_backward_fp8(
                     dy8, w2, gate_up, plan.row_weight, plan.tiles, need_grads=need_w13, need_h=needs.w2,
-                    need_dw=needs.topk_weights, reserved_sms=reserved,
+                    need_dw=needs.topk_weights, columns=fp8_weights, reserved_sms=reserved,
                 )  # fmt: skip
                 dgu16, h, parts = back.dgu16, back.h_RI, back.dw_parts
+                dgu8, h8 = back.dgu_columns, back.h_columns
                 del dy8
                 if needs.x:
                     rows = gemm_plain_fp8(
@@ -155,13 +157,14 @@ class Fp8FusedBackend(FusedBackend):
                 del back
             else:
                 h = _activation(gate_up, plan)
+                h8 = quantize_columns(h, plan.tiles) if fp8_weights else None
             close = functools.partial(
                 combine, plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=dx,
                 dweight_parts=parts, dweight=dweights,
             )  # fmt: skip
             if fp8_weights:
                 grads = _weights_in_fp8(
-                    call, plan, workspace, close, dy, dy_received, None if x_from_peers else recv, h, dgu16
+                    call, plan, workspace, close, dy, dy_received, None if x_from_peers else recv, h8, dgu8
                 )
             else:
                 grads = _weights_in_bf16(
@@ -256,42 +259,41 @@ def _weights_in_fp8(
     dy: Tensor,
     dy_received: Tensor | None,
     recv: Tensor | None,
-    h: Tensor | None,
-    dgu16: Tensor | None,
+    h8: Fp8Columns | None,
+    dgu8: Fp8Columns | None,
 ) -> _WeightGradients:
     """Weight gradients with fp8 operands, and `close`, after which peers may write to this rank's buffers.
 
-    All operands are quantized first; x from the peers and then `close` run beside that, on NVLink.
+    x from the peers and then `close`, on NVLink, run beside the quantization of dy and x.
 
     Args:
         dy, dy_received: (T, H) bf16 of this rank, and of the peers in the order of the receive buffer.
-        recv, h, dgu16: as in `_weights_in_bf16`.
+        recv: as in `_weights_in_bf16`.
+        h8, dgu8: (1, I, P) and (2, I, P) columns; None where no gradient needs them.
     """
     needs, tiles, device, shape = call.needs, plan.tiles, call.x.device, plan.shape
     reserved = call.config.reserved_sms
-    fetched = dy.new_empty(shape.recv_rows, call.hidden) if recv is None and dgu16 is not None else None
+    fetched = dy.new_empty(shape.recv_rows, call.hidden) if recv is None and dgu8 is not None else None
     started, arrived = now(), None
     if fetched is not None:
         with beside(started, device, head_start_ns=0) as arrived:
             receive(plan, workspace.second, workspace.delta, out=fetched)
     with beside(started, device, head_start_ns=0) as closed:
         close()
-    dgu8 = h8 = dy8 = x8 = None
-    if dgu16 is not None:
-        dgu8 = quantize_columns(dgu16[int(not needs.w1) : 1 + int(needs.w3)], tiles)
-    if needs.w2:
-        assert h is not None
-        h8 = quantize_columns(h, tiles)
+    dw1 = dw3 = dw2 = dy8 = x8 = None
+    if h8 is not None:
         dy8 = quantize_columns(dy, tiles, plan=plan, received=dy_received, state=workspace.state)
     if arrived is not None:
         arrived.wait()
-    dw1 = dw3 = dw2 = None
-    if dy8 is not None and h8 is not None:
-        (dw2,) = wgrad_fp8(dy8, h8, tiles, dtype=call.w2.dtype, reserved_sms=reserved)
     if dgu8 is not None:
         x_received = None if shape.world == 1 else recv if fetched is None else fetched
         x8 = quantize_columns(call.x, tiles, plan=plan, received=x_received, state=workspace.state)
-        grads = iter(wgrad_fp8(dgu8, x8, tiles, dtype=call.w1.dtype, reserved_sms=reserved))
+    if dy8 is not None and h8 is not None:
+        (dw2,) = wgrad_fp8(dy8, h8, tiles, dtype=call.w2.dtype, reserved_sms=reserved)
+    if x8 is not None and dgu8 is not None:
+        wanted = slice(int(not needs.w1), 1 + int(needs.w3))
+        operand = Fp8Columns(dgu8.data[wanted], dgu8.scale[wanted])
+        grads = iter(wgrad_fp8(operand, x8, tiles, dtype=call.w1.dtype, reserved_sms=reserved))
         dw1 = next(grads) if needs.w1 else None
         dw3 = next(grads) if needs.w3 else None
     closed.wait()

@@ -26,6 +26,7 @@ from .cuda_kernels import (
     store_map,
 )
 from .fp8_quantize import QuantizedWeight, check_fp8_dims
+from .fp8_wgrad import Fp8Columns
 from .gemm_common import check_matrix, check_pool
 from .jit.cache import has_cubin
 from .jit.compiler import FIX, find_nvcc, find_nvrtc
@@ -34,6 +35,8 @@ from .tiles import BLOCK_M, PoolTiles
 
 COLUMNS = 256
 """Columns of a tile of gemm_plain_fp8 and gemm_down_backward_fp8; gemm_up_fp8 has 128 of I."""
+WARP_COLUMNS = 8
+"""Columns that a warp of gemm_down_backward_fp8 quantizes at once."""
 _TABLES = ("ptr", "ptr", "i32", "i32", "i32")  # tile_expert, num_tiles, P, columns, K blocks
 
 
@@ -63,6 +66,8 @@ class DownBackwardFp8(NamedTuple):
         dgu: (2, P, I) e4m3: dg, du.
         dgu16: (2, P, I) bf16, the same values rounded from fp32; None unless asked for.
         h_RI: (P, I) bf16, h' = w · silu(g) · u; None unless asked for.
+        dgu_columns, h_columns: (2, I, P) and (1, I, P), what `quantize_columns` makes of dgu16 and h_RI, in
+            their place; None unless asked for.
         dw_parts: (⌈I/256⌉, P) fp32, partial sums of each row's top-k weight gradient; None unless asked for.
     """
 
@@ -70,6 +75,8 @@ class DownBackwardFp8(NamedTuple):
     dgu16: Tensor | None
     h_RI: Tensor | None
     dw_parts: Tensor | None
+    dgu_columns: Fp8Columns | None
+    h_columns: Fp8Columns | None
 
 
 VARIANTS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -80,6 +87,9 @@ VARIANTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("fp8_down_backward", ("WRITE_GRADS",)),
     ("fp8_down_backward", ("WRITE_H",)),
     ("fp8_down_backward", ("WRITE_GRADS", "WRITE_H")),
+    ("fp8_down_backward", ("WRITE_GRADS", "COLUMNS")),
+    ("fp8_down_backward", ("WRITE_H", "COLUMNS")),
+    ("fp8_down_backward", ("WRITE_GRADS", "WRITE_H", "COLUMNS")),
     ("fp8_wgrad", ()),
     ("fp8_wgrad", ("FP32",)),
 )
@@ -221,6 +231,7 @@ def gemm_down_backward_fp8(
     need_grads: bool = True,
     need_h: bool = True,
     need_dw: bool = True,
+    columns: bool = False,
     reserved_sms: int = 0,
 ) -> DownBackwardFp8:
     """Gradients of gate, up and top-k weight from dy, for the rows of the tiles in use.
@@ -233,6 +244,7 @@ def gemm_down_backward_fp8(
         tiles: the pool's tables; read on the device.
         need_grads: also write dg and du in bf16, for bf16 weight gradients of W1 and W3.
         need_h: also write h' in bf16, for a bf16 weight gradient of W2.
+        columns: quantize those in columns instead, for fp8 weight gradients.
         need_dw: also compute the top-k weight's gradient.
         reserved_sms: SMs left to other streams.
 
@@ -252,22 +264,38 @@ def gemm_down_backward_fp8(
     check_matrix("gate_up", gate_up, (2, rows, intermediate), torch.bfloat16)
     check_matrix("weight_R", weight_R, (rows,), torch.float32)
     dgu = Fp8Rows.empty(2, rows, intermediate, device)
-    dgu16 = torch.empty_like(gate_up) if need_grads else None
-    h_RI = gate_up.new_empty(rows, intermediate) if need_h else None
+    dgu16 = h_RI = dgu_columns = h_columns = scales = None
+    written = ("WRITE_GRADS",) * need_grads + ("WRITE_H",) * need_h
+    if columns and written:
+        scales = dy.scale.new_empty(3, rows // BLOCK, cdiv(intermediate, COLUMNS) * COLUMNS)
+        data = dy.data.new_empty(3 if need_grads else 1, intermediate, rows)
+        dgu_columns = Fp8Columns(data[:2], scales[:2]) if need_grads else None
+        h_columns = Fp8Columns(data[-1:], scales[2:]) if need_h else None
+    else:
+        dgu16 = torch.empty_like(gate_up) if need_grads else None
+        h_RI = gate_up.new_empty(rows, intermediate) if need_h else None
     parts = cdiv(intermediate, COLUMNS)
     dw_parts = weight_R.new_empty(parts, rows) if need_dw else None
-    defines = ("WRITE_GRADS",) * need_grads + ("WRITE_H",) * need_h
-    kinds = ("map",) * 6 + ("ptr",) * 5 + _TABLES + ("i32",)
+    defines = written + ("COLUMNS",) * (scales is not None)
+    kinds = ("map",) * 6 + ("ptr",) * 5 + _TABLES + ("i32",) + ("ptr",) * 3 + ("i32",)
     saved_map = box_map(gate_up, BLOCK_M)
+    grads_map = h_map = saved_map
+    if dgu16 is not None:
+        grads_map = store_map(dgu16)
+    elif dgu_columns is not None:
+        grads_map = box_map(dgu_columns.data, WARP_COLUMNS)
+    if h_RI is not None:
+        h_map = store_map(h_RI.view(1, rows, intermediate))
+    elif h_columns is not None:
+        h_map = box_map(h_columns.data, WARP_COLUMNS)
     launch(
         "fp8_down_backward", kinds,
         (
             operand_map(dy.data), operand_map(w2.data_t), saved_map, store_map(dgu.data),
-            saved_map if dgu16 is None else store_map(dgu16),
-            saved_map if h_RI is None else store_map(h_RI.view(1, rows, intermediate)),
-            dy.scale, w2.scale_t, dgu.scale, weight_R, dw_parts, tiles.tile_expert, tiles.num_tiles,
-            rows, intermediate, cdiv(hidden, BLOCK), experts,
+            grads_map, h_map, dy.scale, w2.scale_t, dgu.scale, weight_R, dw_parts, tiles.tile_expert,
+            tiles.num_tiles, rows, intermediate, cdiv(hidden, BLOCK), experts, tiles.offs, tiles.counts,
+            scales, cdiv(intermediate, COLUMNS) * COLUMNS,
         ),
         device, reserved_sms=reserved_sms, defines=defines,
     )  # fmt: skip
-    return DownBackwardFp8(dgu, dgu16, h_RI, dw_parts)
+    return DownBackwardFp8(dgu, dgu16, h_RI, dw_parts, dgu_columns, h_columns)

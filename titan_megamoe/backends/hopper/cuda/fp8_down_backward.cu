@@ -5,25 +5,79 @@
 //     dw     = ⟨dh', h⟩                          one partial sum per row and column tile
 //     dg, du = w·dh'·u·silu'(g), w·dh'·silu(g)   e4m3 with one scale per row and 128 columns of I
 //     dg, du as bf16 too (WRITE_GRADS), h' = w·h as bf16 (WRITE_H): operands of bf16 weight gradients
+//     with COLUMNS the same rounded to bf16 and then to e4m3, with one scale per column and 128 rows, tokens
+//     contiguous: operands of fp8 weight gradients, to the bit what fp8_wgrad.py makes of the bf16 ones
 //
 // A tile is 128 rows × 256 columns of I. After its sums come four more stages of the ring, each with g and u of
 // 64 columns (128 bytes a row). bf16 results take the place of what they were computed from, and are stored from
 // there; such a stage is released when the copy engine has read it, one stage later, so that a warp seldom waits.
 // Released late is still released before the warp waits for the stage after the next, and the ring has at least
 // three: the producer can always fill the stage that a warp waits for.
+//
+// COLUMNS: a scale block is a column of the tile. When all warps have put their rows of 64 columns in place (a barrier
+// of the multiplying warps), every warp takes 8 columns of each matrix through ldmatrix, which transposes: a thread gets
+// 32 rows of a column, four threads the whole. Padding rows are put there as 0.
 
 constexpr int QUARTERS = 4;
 constexpr u32 QUARTER_BYTES = 2 * MATRIX_BYTES;
-#if defined(WRITE_GRADS) || defined(WRITE_H)
-constexpr bool LATE_RELEASE = true;
+#ifdef COLUMNS
+constexpr bool WRITE_COLUMNS = true, LATE_RELEASE = false;
+#elif defined(WRITE_GRADS) || defined(WRITE_H)
+constexpr bool WRITE_COLUMNS = false, LATE_RELEASE = true;
 #else
-constexpr bool LATE_RELEASE = false;
+constexpr bool WRITE_COLUMNS = false, LATE_RELEASE = false;
 #endif
+
+// With COLUMNS: of dg, du and h', those that are written.
+#ifdef WRITE_GRADS
+constexpr int FIRST_MATRIX = 0;
+#else
+constexpr int FIRST_MATRIX = 2;
+#endif
+#ifdef WRITE_H
+constexpr int END_MATRIX = 3;
+#else
+constexpr int END_MATRIX = 2;
+#endif
+constexpr float FLOOR_BF16 = 1.0018652574217413e-12f;            // 1e-12 in bf16
+constexpr float FACTOR_AT_FLOOR_BF16 = 447165923065856.0f;  // 448 / that
 
 struct Backward {
     float upper_weight, lower_weight;
     float upper_dw, lower_dw;
+    bool upper_live, lower_live;  // rows of the expert, no padding; COLUMNS only
 };
+
+// 448 / max(amax, 1e-12) for values in bf16, whose floor is 1e-12 in bf16 (precision/quantize.py).
+DEVICE float quantization_factor_bf16(float amax) {
+    return amax <= FLOOR_BF16 ? FACTOR_AT_FLOOR_BF16 : __fdiv_rn(448.f, amax);
+}
+
+// The 8 columns of 16-byte unit `unit` of a matrix of 128 rows × 64 bf16 as e4m3 into a piece, a column after the
+// other, and their scales. A thread has of column lane / 4 the rows 8·b + 2·(lane mod 4) and the next, b = 0 … 15. It
+// reads them twice: there is no room for them beside the sums.
+DEVICE void quantize_unit(u32 matrix, u32 unit, u32 piece, float* scales) {
+    const u32 lane = threadIdx.x % 32;
+    const u32 from = matrix + lane * 128 + ((unit ^ lane % 8) << 4);
+    u32 most = 0, pairs[4];
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+        load_transposed(pairs, from + 4096 * q);
+#pragma unroll
+        for (int b = 0; b < 4; ++b) most = max_magnitudes_bf16(most, pairs[b]);
+    }
+    const float factor = quantization_factor_bf16(row_max(max_or_nan(low_bf16(most), high_bf16(most))));
+    const u32 to = piece + piece_offset<2>(lane);
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+        load_transposed(pairs, from + 4096 * q);
+#pragma unroll
+        for (int b = 0; b < 4; ++b)
+            store_shared_half((to ^ ((2 * q + b / 2) << 4)) + b % 2 * 8,
+                              pack_e4m3(low_bf16(pairs[b]) * factor, high_bf16(pairs[b]) * factor));
+    }
+    if (lane % 4 == 0) scales[lane / 4] = reciprocal(factor);
+}
 
 // One 64-column quarter: sums (dh') becomes dg, du is set, for columns 64·HALF of the block.
 template <int HALF>
@@ -37,6 +91,7 @@ DEVICE void swiglu_backward(float (&sums)[64], float (&du)[64], Backward& state,
             const u32 g_at = (to ^ (c << 4)) + lower * 1024;
             const u32 gs = load_shared_word(g_at), us = load_shared_word(g_at + MATRIX_BYTES);
             const float weight = lower ? state.lower_weight : state.upper_weight;
+            const bool zero = WRITE_COLUMNS && !(lower ? state.lower_live : state.upper_live);
             float hs[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -52,11 +107,11 @@ DEVICE void swiglu_backward(float (&sums)[64], float (&du)[64], Backward& state,
                 most[2 + lower] = max_or_nan(most[2 + lower], fabsf(du[at]));
                 if (i == 0) continue;
 #ifdef WRITE_GRADS
-                store_shared_word(g_at, pack_bf16(sums[at - 1], sums[at]));
-                store_shared_word(g_at + MATRIX_BYTES, pack_bf16(du[at - 1], du[at]));
+                store_shared_word(g_at, zero ? 0 : pack_bf16(sums[at - 1], sums[at]));
+                store_shared_word(g_at + MATRIX_BYTES, zero ? 0 : pack_bf16(du[at - 1], du[at]));
 #endif
 #ifdef WRITE_H
-                store_shared_word(g_at + 2 * MATRIX_BYTES, pack_bf16(hs[0], hs[1]));
+                store_shared_word(g_at + 2 * MATRIX_BYTES, zero ? 0 : pack_bf16(hs[0], hs[1]));
 #endif
             }
         }
@@ -68,14 +123,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_down_backward(
     const __grid_constant__ TensorMap w2t,     // (e, I, H) e4m3, W2 transposed; box (1, 128, 128)
     const __grid_constant__ TensorMap saved,   // (2, P, I) bf16 gate and up, box (1, 128, 64)
     const __grid_constant__ TensorMap dgu,     // (2, P, I) e4m3, box (1, 16, 128)
-    const __grid_constant__ TensorMap dgu16,   // (2, P, I) bf16, box (1, 16, 64); unused without WRITE_GRADS
-    const __grid_constant__ TensorMap h16,     // (1, P, I) bf16, box (1, 16, 64); unused without WRITE_H
+    const __grid_constant__ TensorMap dgu16,   // (2, P, I) bf16, box (1, 16, 64); unused without WRITE_GRADS;
+                                               // with COLUMNS (2, I, P) e4m3, box (1, 8, 128)
+    const __grid_constant__ TensorMap h16,     // (1, P, I) bf16, box (1, 16, 64); unused without WRITE_H;
+                                               // with COLUMNS (1, I, P) e4m3, box (1, 8, 128)
     const float* scale_dy,                     // (⌈H/128⌉, P)
     const float* scale_w2t,                    // (e, ⌈I/128⌉, ⌈H/128⌉)
     float* scale_dgu,                          // (2, ⌈I/128⌉, P)
     const float* weight,                       // (P) top-k weight of each row
     float* dw,                                 // (column tiles, P), or 0
-    const int* tile_expert, const int* num_tiles, int pool_rows, int columns, int k_blocks, int experts) {
+    const int* tile_expert, const int* num_tiles, int pool_rows, int columns, int k_blocks, int experts,
+    const int* offs, const int* counts,        // of the experts' rows; these and what follows with COLUMNS only
+    float* scale_columns,                      // (3, P / 128, column_scales), of dg, du, h'
+    int column_scales) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Problem p{scale_dy, scale_w2t, tile_expert, num_tiles, pool_rows, columns, k_blocks, 1, experts,
                     0, BLOCK};
@@ -104,14 +164,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_down_backward(
         for (Tiles tiles = p.tiles(); tiles.more(); tiles.advance()) {
             const Tile tile = tiles.tile();
             const int row = tile.row + warp * WARP_ROWS;
-            Backward state{__ldg(weight + row + lane / 4), __ldg(weight + row + lane / 4 + 8), 0.f, 0.f};
+            Backward state{__ldg(weight + row + lane / 4), __ldg(weight + row + lane / 4 + 8), 0.f, 0.f, true,
+                           true};
+            if (WRITE_COLUMNS) {
+                const int end = __ldg(offs + tile.expert) + __ldg(counts + tile.expert);
+                state.upper_live = row + int(lane / 4) < end;
+                state.lower_live = row + int(lane / 4) + 8 < end;
+            }
             Sums sums;
             accumulate(p, s, tile, at, sums);
             u32 unreleased = STAGES;  // the stage whose results the copy engine may still be reading
 
             // After the sums: a stage's bf16 results leave, and the stage before goes back to the producer.
             auto finish = [&](int column) {
-                if (LATE_RELEASE) {
+                if (WRITE_COLUMNS) {
+                    sync_threads<MATH_THREADS>();
+                    const int mine = column + 8 * int(warp);  // this warp's 8 columns
+#pragma unroll 1
+                    for (int m = FIRST_MATRIX; m < (column < columns ? END_MATRIX : 0); ++m) {
+                        const u64 block = (m * pool_rows + tile.row) / BLOCK;
+                        const u32 piece = pieces.take();
+                        quantize_unit(s.stage(at.stage) + m * MATRIX_BYTES, warp, piece,
+                                      scale_columns + block * column_scales + mine);
+                        send(m < 2 ? dgu16 : h16, piece, mine < columns, tile.row, mine, m & 1);
+                    }
+                    fence_async_proxy();
+                    __syncwarp();
+                    if (lane == 0) barrier_arrive(s.empty(at.stage));
+                } else if (LATE_RELEASE) {
                     hand_to_copy_engine();
                     if (lane == 0) {
                         const u32 from = s.stage(at.stage) + warp * PIECE_BYTES;

@@ -45,6 +45,12 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
         "}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
+// THREADS threads of the block, the same ones each time.
+template <int THREADS>
+DEVICE void sync_threads() {
+    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+}
+
 // --- copy engine ------------------------------------------------------------------------------------------
 
 // A box of a rank-3 map to shared memory; its bytes are counted on `barrier`.
@@ -165,6 +171,15 @@ DEVICE void store_shared_half(u32 address, u16 value) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
 }
 
+// Four 8 × 8 blocks of 16-bit elements, transposed. Lane t gives the address of row t mod 8 of block t / 8, and gets
+// of each block column t / 4: rows 2·(t mod 4), in the low half, and the next.
+DEVICE void load_transposed(u32 (&d)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+                 : "r"(address)
+                 : "memory");
+}
+
 DEVICE float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -181,6 +196,13 @@ DEVICE float reciprocal_approx(float x) {
 DEVICE float max_or_nan(float a, float b) {
     float y;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+
+// The larger magnitude of each half, NaN if either is.
+DEVICE u32 max_magnitudes_bf16(u32 a, u32 b) {
+    u32 y;
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a & 0x7FFF7FFF), "r"(b & 0x7FFF7FFF));
     return y;
 }
 

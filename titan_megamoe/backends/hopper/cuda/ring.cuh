@@ -18,7 +18,7 @@
 // Past K and N the copy engine reads zeros and writes nothing.
 //
 // cuda_kernels.py sets for each kernel: STAGES of the ring, PIECES of results a warp can have on their way out,
-// SCALES (fp32) that a stage brings along, and HOST_SHARED_BYTES.
+// SCALES (fp32) that a stage brings along, MATH_REGISTERS of a multiplying thread, and HOST_SHARED_BYTES.
 //
 // Letters: P pool rows, K contraction, N columns of one weight, e experts.
 
@@ -44,8 +44,7 @@ static_assert(SHARED_BYTES <= 227 * 1024, "more shared memory than a block can h
 static_assert(SHARED_BYTES == HOST_SHARED_BYTES, "cuda_kernels.py gives every block so much");
 static_assert(THREADS == 384, "cuda_kernels.py launches so many");
 
-constexpr u32 MATH_REGISTERS = 232;
-constexpr u32 LOAD_REGISTERS = 40;
+constexpr u32 LOAD_REGISTERS = 504 - 2 * MATH_REGISTERS;  // 65,536 in all, in units of 8 a thread
 constexpr float LOG2_E = 1.4426950408889634f;
 
 struct Tile {
