@@ -17,10 +17,14 @@ import triton.language as tl
 from triton import knobs
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.tools.ragged_tma import create_ragged_descriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_megamoe.backends.hopper import triton_launch
-from titan_megamoe.backends.hopper.gemm_common import block_descriptor, matrix_descriptor
+from titan_megamoe.backends.hopper.gemm_common import block_descriptor, matrix_descriptor, ragged_descriptor
 from titan_megamoe.backends.hopper.triton_launch import launch_triton
 from titan_megamoe.testing import no_gpu
 
@@ -134,6 +138,36 @@ def check_other_gluon_map() -> None:
         launch_triton(gluon_kernel, (2,), *args, B=1, num_warps=4)
     for args in (*reversed(cases), *cases):
         compared(gluon_kernel, (2,), args, dict(B=1, num_warps=4))
+
+
+def check_other_descriptor() -> None:
+    """Descriptors from patterns are those that their classes and Triton's helper make, or refuse."""
+    x = torch.zeros(3, 64, 128, dtype=torch.bfloat16)
+    pairs = []
+    for _ in range(2):  # made, then found
+        for t in (x, x[1:], x.float(), x.view(3, 128, 64)):
+            block = (1, 16, 32)
+            pairs.append((block_descriptor(t, block), TensorDescriptor.from_tensor(t, list(block))))
+            rows = t.view(-1, t.shape[-1])
+            pairs.append((ragged_descriptor(rows, (16, 32)), create_ragged_descriptor(rows, (16, 32))))
+        layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        for t in (x, x[1:], x[0]):
+            rows = t.view(-1, t.shape[-1])
+            pairs.append((matrix_descriptor(t, 64, 64), GluonDescriptor.from_tensor(rows, [64, 64], layout)))
+    for ours, theirs in pairs:
+        for name in ("shape", "strides", "block_shape", "padding", "layout"):
+            mine, other = getattr(ours, name, None), getattr(theirs, name, None)
+            assert mine == other or list(mine) == list(other), (name, ours, theirs)
+        assert type(ours) is type(theirs) and ours.base.data_ptr() == theirs.base.data_ptr()
+        assert ours.base.dtype == theirs.base.dtype
+    odd = torch.zeros(64 * 64 + 1, dtype=torch.bfloat16)[1:].view(64, 64)
+    for make in (block_descriptor, ragged_descriptor, lambda t, block: matrix_descriptor(t, *block)):
+        for wrong, block in ((odd, (16, 16)), (x[0, :, :124].T, (16, 16)), (x[0], (16, 24))):
+            try:
+                make(wrong, block)
+            except (AssertionError, ValueError, RuntimeError):
+                continue
+            raise AssertionError(f"{make} takes {wrong.shape}, {wrong.stride()}, {block}")
 
 
 def check_other_stream() -> None:

@@ -34,6 +34,7 @@ def found() -> dict[str, str]:
         "other_specialization",
         "other_map",
         "other_gluon_map",
+        "other_descriptor",
         "other_stream",
         "deaf_to_hooks",
         "other_version",

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...errors import ConfigError
@@ -174,6 +175,13 @@ def matrix_descriptor(x: Tensor, rows: int, columns: int) -> GluonDescriptor:
     return _over(matrix, _matrix_pattern(matrix.shape, matrix.stride(), x.dtype, rows, columns))
 
 
+def ragged_descriptor(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
+    """TMA descriptor of a contiguous matrix for `load_ragged`, which bounds rows anywhere."""
+    if x.data_ptr() % 16:
+        return create_ragged_descriptor(x, block)  # raises
+    return _over(x, _ragged_pattern(x.shape, x.stride(), x.dtype, block))
+
+
 SWIZZLED = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
@@ -190,6 +198,14 @@ def _block_pattern(
 ) -> TensorDescriptor:
     made = TensorDescriptor(torch.empty(16, dtype=dtype), list(shape), list(strides), list(block))
     return with_kind(made)
+
+
+@functools.lru_cache(maxsize=1024)
+def _ragged_pattern(
+    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, block: tuple[int, int]
+) -> TensorDescriptor:
+    like = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    return with_kind(create_ragged_descriptor(like, block))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
+from triton.tools.ragged_tma import load_ragged
 
 from ...errors import ConfigError
 from .gemm_common import (
@@ -35,6 +35,7 @@ from .gemm_common import (
     check_pool,
     column_piece,
     grid_size,
+    ragged_descriptor,
 )
 from .layout import next_power_of_2
 from .tiles import PoolTiles
@@ -166,8 +167,8 @@ def _launch(
     launch_triton(
         wgrad_kernel,
         (programs,),
-        create_ragged_descriptor(a, (c.block_k, WGRAD_ROWS)),
-        create_ragged_descriptor(b, (c.block_k, c.block_n)),
+        ragged_descriptor(a, (c.block_k, WGRAD_ROWS)),
+        ragged_descriptor(b, (c.block_k, c.block_n)),
         descs[0],
         descs[-1],
         tiles.offs,
