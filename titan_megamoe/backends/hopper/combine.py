@@ -40,6 +40,9 @@ from .triton_launch import Bound, launch_triton
 
 BLOCK_TOKENS = 2
 """Tokens that a block adds at once: enough loads in flight without spilling."""
+COLUMNS, COLUMNS_OF_MANY = 1024, 512
+"""Columns of them, between two ranks and between more: a receiving block has a row of every peer on its way,
+and its registers must not pass what a GEMM beside it leaves. A sending block of many takes more tokens."""
 LEAD_CHUNKS = 128
 """Chunks sent to every peer before the first receiving block: their latency, in chunks."""
 
@@ -105,8 +108,8 @@ def _combine_kernel(
     num_tokens, max_tokens, H, num_parts, pool_rows, signature, timeout_ns,
     pass_index, window_chunks, PASSES: tl.constexpr,
     WORLD: tl.constexpr, WORLD_P: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr,
-    KP: tl.constexpr, E_LOCAL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr, LEAD: tl.constexpr, HAS_ROWS: tl.constexpr,
+    KP: tl.constexpr, E_LOCAL: tl.constexpr, CHUNK: tl.constexpr, SEND_T: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, LEAD: tl.constexpr, HAS_ROWS: tl.constexpr,
     HAS_DWEIGHT: tl.constexpr, TIMEOUT: tl.constexpr, AHEAD: tl.constexpr, GAVE_UP: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
@@ -125,6 +128,7 @@ def _combine_kernel(
     call = tl.load(state_ptr)
     given_up = tl.load(state_ptr + 1, volatile=True)
     refused = given_up == 2
+    send_token_in = tl.arange(0, SEND_T)
     token_in = tl.arange(0, BLOCK_T)
     k_range = tl.arange(0, KP)
 
@@ -143,8 +147,8 @@ def _combine_kernel(
             slot_of_peer = (RANK - peer + WORLD - 1) % WORLD  # my place among the peer's peers
             partial = sym_partial_ptr + tl.multiple_of(start // 2, 16)
             partial += slot_of_peer.to(tl.int64) * max_tokens * H
-            for first in tl.range(0, CHUNK, BLOCK_T, num_stages=1):
-                token = chunk * CHUNK + first + token_in
+            for first in tl.range(0, CHUNK, SEND_T, num_stages=1):
+                token = chunk * CHUNK + first + send_token_in
                 live = token < theirs
                 slot = (peer * max_tokens + token) * K
                 if HAS_ROWS:
@@ -154,7 +158,7 @@ def _combine_kernel(
                         any_row = tl.maximum(any_row, rows[k])
                     for h in tl.range(0, H, BLOCK_H, num_stages=1):
                         col = h + tl.arange(0, BLOCK_H)
-                        acc = _sum_rows(rows_ptr, rows, col, H, K, BLOCK_T, BLOCK_H)
+                        acc = _sum_rows(rows_ptr, rows, col, H, K, SEND_T, BLOCK_H)
                         mask_h = (any_row >= 0)[:, None] & (col < H)[None, :]
                         at_h = token.to(tl.int64)[:, None] * H + col[None, :]
                         tl.store(partial + at_h, acc.to(tl.bfloat16), mask=mask_h)
@@ -302,10 +306,12 @@ def combine(
 
 @functools.lru_cache(maxsize=256)
 def _bound(shape: PlanShape, passes: int, hidden: int, lead: int, has_rows: bool, has_dweight: bool) -> Bound:
+    columns = COLUMNS if shape.world <= 2 else COLUMNS_OF_MANY
     return Bound(
         _combine_kernel, PASSES=passes, WORLD=shape.world, WORLD_P=max(next_power_of_2(shape.world), 2),
         RANK=shape.rank, K=shape.top_k, KP=next_power_of_2(shape.top_k), E_LOCAL=shape.num_local_experts,
-        CHUNK=COMBINE_TOKENS, BLOCK_T=BLOCK_TOKENS, BLOCK_H=min(next_power_of_2(hidden), 1024), LEAD=lead,
+        CHUNK=COMBINE_TOKENS, SEND_T=BLOCK_TOKENS * COLUMNS // columns, BLOCK_T=BLOCK_TOKENS,
+        BLOCK_H=min(next_power_of_2(hidden), columns), LEAD=lead,
         HAS_ROWS=has_rows, HAS_DWEIGHT=has_dweight, TIMEOUT=status.TIMEOUT_COMBINE,
         AHEAD=status.PEER_AHEAD, GAVE_UP=status.PEER_GAVE_UP, num_warps=4,
     )  # fmt: skip
