@@ -22,7 +22,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_megamoe.backends.hopper import triton_launch
 
-NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+NAMES = {
+    torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
+    torch.float8_e4m3fn: "fp8e4nv",
+}  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 
@@ -48,19 +51,22 @@ def _signature(value: Any) -> str:
     if isinstance(value, Tensor):
         return "*" + NAMES[value.dtype]
     assert isinstance(value, int)
-    return "i32"
+    return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
 
 
 def _compile(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
     options = {key: kwargs.pop(key) for key in OPTIONS if key in kwargs}
     constants = {p.name: kwargs[p.name] for p in kernel.params if p.is_constexpr}
     values = dict(zip((p.name for p in kernel.params if not p.is_constexpr), args, strict=True))
+    attrs = {}
+    for i, param in enumerate(kernel.params):  # as a launch specialises: on 1, and on multiples of 16
+        value = values.get(param.name)
+        special = isinstance(value, int) and not param.do_not_specialize
+        if special and value == 1:
+            constants[param.name] = values.pop(param.name)
+        elif isinstance(value, Tensor) or (special and value % 16 == 0):
+            attrs[(i,)] = [["tt.divisibility", 16]]
     signature = {n: "constexpr" if n in constants else _signature(values[n]) for n in kernel.arg_names}
-    attrs = {
-        (i,): [["tt.divisibility", 16]]
-        for i, n in enumerate(kernel.arg_names)
-        if isinstance(values.get(n), (Tensor, int))
-    }
     make = GluonASTSource if kernel.is_gluon() else ASTSource
     source = make(kernel, signature, constexprs=constants, attrs=attrs)
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
