@@ -53,7 +53,9 @@ class Rank:
         self.call_ids = torch.randint(-1, E, (self.tokens, K), generator=g, dtype=torch.int32)
         self.call_weights = torch.rand(self.tokens, K, generator=g)
         self.call_x = torch.randn(self.tokens, H, generator=g).bfloat16()
-        self.rows = torch.randn(self.shape.pool_rows, H, generator=g).bfloat16()
+        rows = torch.randn(self.shape.pool_rows, H, generator=g)
+        huge = torch.randint(-1, 2, rows.shape, generator=g) * 2.0**26  # cancels or not, as the order has it
+        self.rows = torch.where(huge == 0, rows, huge).bfloat16()
         self.weight_parts = torch.randn(2, self.shape.pool_rows, generator=g)
 
     def open(self):
