@@ -103,17 +103,19 @@ def _expand_both_kernel(
     start = tl.multiple_of(start, [8])
     flat = tl.where(is_remote, flat, RANK * max_tokens + at)
     base = tl.where(is_remote, remote_ptr, local_ptr)
-    given_up = False
+    filler = 0.0
+    sound = live
     if GUARD:
         given_up = tl.load(state_ptr + 1) != 0
+        filler = tl.where(given_up, float("nan"), 0.0)
+        sound = live & (given_up == 0)
     if tl.max(live.to(tl.int32), axis=0) != 0:
         rows = _rows_of(slot_row_ptr, flat * K, live, K)
         for first in tl.range(0, HB, BLOCKS, num_stages=1):
             col = first * _BLOCK + tl.arange(0, BLOCKS * _BLOCK)
             mask = live[:, None] & (col < H)[None, :]
-            raw = tl.load(base + start[:, None] + col[None, :], mask=mask, other=0.0)
-            if GUARD:
-                raw = tl.where(given_up, float("nan"), raw.to(tl.float32)).to(tl.bfloat16)
+            readable = sound[:, None] & (col < H)[None, :]
+            raw = tl.load(base + start[:, None] + col[None, :], mask=readable, other=filler)
             x = tl.reshape(raw.to(tl.float32), [BLOCK_T, BLOCKS, _BLOCK])
             factor = quantization_factor(tl.max(magnitude_bits(x), axis=2))
             data = tl.reshape((x * factor[:, :, None]).to(tl.float8e4nv), [BLOCK_T, BLOCKS * _BLOCK])
