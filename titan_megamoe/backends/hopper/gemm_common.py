@@ -167,12 +167,11 @@ def block_descriptor(x: Tensor, block: Sequence[int]) -> TensorDescriptor:
 
 def matrix_descriptor(x: Tensor, rows: int, columns: int) -> GluonDescriptor:
     """TMA descriptor, for the specialised kernels, of a contiguous tensor as one matrix."""
-    matrix = x if x.dim() == 2 else x.view(-1, x.shape[-1])
     if x.data_ptr() % 16:
-        return GluonDescriptor(
-            matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], SWIZZLED
-        )  # raises
-    return _over(matrix, _matrix_pattern(matrix.shape, matrix.stride(), x.dtype, rows, columns))
+        matrix = x.view(-1, x.shape[-1])
+        shape, strides = list(matrix.shape), list(matrix.stride())
+        return GluonDescriptor(matrix, shape, strides, [rows, columns], SWIZZLED)  # raises
+    return _over(x, _matrix_pattern(x.shape, x.stride(), x.dtype, rows, columns))
 
 
 def ragged_descriptor(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
@@ -212,8 +211,10 @@ def _ragged_pattern(
 def _matrix_pattern(
     shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int, columns: int
 ) -> GluonDescriptor:
-    like = torch.empty(16, dtype=dtype)
-    return with_kind(GluonDescriptor(like, list(shape), list(strides), [rows, columns], SWIZZLED))
+    matrix = torch.empty_strided(shape, strides, dtype=dtype, device="meta").view(-1, shape[-1])
+    return with_kind(
+        GluonDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], SWIZZLED)
+    )
 
 
 def output_or_new(out: Tensor | None, name: str, shape: Sequence[int], like: Tensor) -> Tensor:

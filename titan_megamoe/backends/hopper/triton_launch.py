@@ -97,9 +97,14 @@ def launch_triton(what: Any, grid: tuple[int, ...], /, *args: Any, **named: Any)
     try:
         exact = (
             *head,
-            *[a if type(a) is int else (a.dtype if a.data_ptr() & 15 == 0 else _ODD[a.dtype]) for a in args],
-        )
-    except (AttributeError, KeyError):  # descriptors, or what Triton has to see itself
+            *[
+                a if (of := type(a)) is int
+                else (a.dtype if a.data_ptr() & 15 == 0 else _ODD[a.dtype]) if of is Tensor
+                else _fact(a)
+                for a in args
+            ],
+        )  # fmt: skip
+    except KeyError:  # something that Triton has to see itself
         exact = ()
     kind = _exact.get(exact) if exact else None
     if kind is None:
@@ -113,11 +118,11 @@ def launch_triton(what: Any, grid: tuple[int, ...], /, *args: Any, **named: Any)
     if kind.start is None or kernel.pre_run_hooks or _hooked():
         kernel[grid](*args, **bound.named, **named)
         return
+    # Triton asks the CUDA driver about a tensor's address; a CUDA tensor's needs no question.
     values = (
-        # Triton asks the CUDA driver about a tensor's address; a CUDA tensor's needs no question.
-        [a.data_ptr() if type(a) is not int and a.is_cuda else a for a in args]
-        if exact
-        else _with_maps(args, kind)
+        _with_maps(args, kind)
+        if kind.maps
+        else [a.data_ptr() if type(a) is not int and a.is_cuda else a for a in args]
     )
     x, y, z = (grid[0], 1, 1) if len(grid) == 1 else (*grid, 1)[:3]
     kind.start(
@@ -141,6 +146,15 @@ _ODD = {
     getattr(torch, name): f"unaligned {name}"
     for name in ("bfloat16", "float32", "float16", "int32", "int64", "int16", "uint8", "float8_e4m3fn")
 }
+
+
+def _fact(argument: Any) -> Any:
+    """What there is to know of a descriptor or a tensor of some class. KeyError for all else."""
+    if type(argument) in _DESCRIPTORS:
+        return argument.__dict__.get(_KIND) or _descriptor_kind(argument)
+    if isinstance(argument, Tensor):
+        return argument.dtype if argument.data_ptr() & 15 == 0 else _ODD[argument.dtype]
+    raise KeyError(type(argument))
 
 
 def _kind_of(
@@ -183,10 +197,8 @@ def _with_maps(args: tuple[Any, ...], kind: _Kind) -> list[Any]:
     maps = iter(kind.maps)
     for argument in args:
         if type(argument) in _DESCRIPTORS:
-            values += _map_arguments(
-                argument.base.data_ptr(), tuple(argument.shape), tuple(argument.strides),
-                argument.padding == "nan", next(maps),
-            )  # fmt: skip
+            place = argument.__dict__.get(_PLACE) or _place(argument)
+            values += _map_arguments(argument.base.data_ptr(), place, next(maps))
         elif type(argument) is not int and argument.is_cuda:
             values.append(argument.data_ptr())
         else:
@@ -199,7 +211,7 @@ def _wide(value: int) -> int:
     return (4 if -(1 << 63) <= value < 1 << 63 else 6) + (value & 15 == 0)
 
 
-_KIND = "_titan_megamoe_kind"
+_KIND, _PLACE = "_titan_megamoe_kind", "_titan_megamoe_place"
 _descriptor_kinds: dict[tuple[Any, ...], str] = {}
 
 
@@ -212,9 +224,16 @@ def _descriptor_kind(descriptor: Any) -> str:
     return _descriptor_kinds.setdefault(facts, f"descriptor {len(_descriptor_kinds)}")
 
 
+def _place(descriptor: Any) -> tuple[Any, ...]:
+    return tuple(descriptor.shape), tuple(descriptor.strides), descriptor.padding == "nan"
+
+
 def with_kind(descriptor: Any) -> Any:
-    """The descriptor, with its kind kept in it: it and its copies must stay of that dtype and block."""
+    """The descriptor, with what launches ask of it kept in it. It and its copies may change their base for
+    one of the same dtype, and nothing else.
+    """
     setattr(descriptor, _KIND, _descriptor_kind(descriptor))
+    setattr(descriptor, _PLACE, _place(descriptor))
     return descriptor
 
 
@@ -259,15 +278,14 @@ def _learn(kernel: Any, compiled: Any, args: tuple[Any, ...], named: dict[str, A
 
 
 @functools.lru_cache(maxsize=4096)
-def _map_arguments(
-    address: int, shape: tuple[int, ...], strides: tuple[int, ...], nan: bool, facts: tuple[Any, ...]
-) -> tuple[Any, ...]:
+def _map_arguments(address: int, place: tuple[Any, ...], facts: tuple[Any, ...]) -> tuple[Any, ...]:
     """What a launcher takes for a descriptor: the tensor map, shape, strides.
 
     A map says where and how, not what: it stays right for whatever lies at the address later.
     """
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
+    shape, strides, nan = place
     swizzle, elem_size, elem_type, block = facts
     encoded = driver.active.utils.fill_tma_descriptor(
         address, swizzle, elem_size, TMA_DTYPE_DEVICE_TO_HOST[elem_type], list(block), list(shape),
