@@ -100,6 +100,23 @@ def test_quantizing_weights_is_hidden_or_counted_twice(cpu: Setting, monkeypatch
     assert "weights to fp8" not in tables.layer_table(rows[:2])
 
 
+def test_weight_gradients_in_fp8_are_measured_in_bf16_or_not_recorded(cpu: Setting, monkeypatch) -> None:
+    seen = []
+    right = implementations._ours
+
+    def as_if_fused(setting, config):
+        seen.append((config.precision, config.wgrad_precision))
+        return right(setting, replace(config, backend="reference"))
+
+    monkeypatch.setattr(implementations, "_ours", as_if_fused)
+    fused = replace(build("mega_moe@fp8/fp8", cpu), quantize=None)
+    monkeypatch.setattr(layer, "build", lambda *_: fused)
+    made = _measured(cpu, "mega_moe@fp8/fp8")
+    assert seen == [("fp8", "fp8")]
+    assert {(r["precision"], r["wgrad_precision"]) for r in made} == {("fp8", "fp8")}
+    assert "ideal_ms" in made[0] and "ideal_ms" not in made[1]
+
+
 def test_bytes_over_nvlink_are_those_of_another_precision() -> None:
     def crossing(impl: str, precision: str, phase: str) -> float:
         made = Implementation("x", impl, precision, lambda _: _.x)

@@ -42,7 +42,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Implementation:
-    """`label` as asked for; `impl`, `precision`, `num_sms`, `compile` as in a result record.
+    """`label` as asked for; `impl`, `precision`, `wgrad_precision`, `num_sms`, `compile` as in a record.
 
     quantize: what an optimizer step costs beside forward and backward, since quantized weights are kept until
     the next one; None where nothing is kept. workspace_bytes: symmetric memory of a rank, which PyTorch's
@@ -58,17 +58,20 @@ class Implementation:
     compile: bool = False
     quantize: Callable[[], object] | None = None
     workspace_bytes: int = 0
+    wgrad_precision: str = "bf16"
 
 
 def build(label: str, setting: Setting) -> Implementation:
     """The implementation of that name.
 
-    mega_moe, mega_moe@fp8: the fused backend. all_to_all: ours, unfused. torchtitan, torchtitan+compile:
-    stock all-to-all. deepep:24, deepep+compile:24: TorchTitan's DeepEP block. deep_gemm: fp8, forward only.
+    mega_moe, mega_moe@fp8: the fused backend; mega_moe@fp8/fp8: with fp8 weight gradients too. all_to_all:
+    ours, unfused. torchtitan, torchtitan+compile: stock all-to-all. deepep:24, deepep+compile:24:
+    TorchTitan's DeepEP block. deep_gemm: fp8, forward only.
     Raises ConfigError for another name and UnsupportedError for what cannot run here.
     """
     name, _, sms = label.partition(":")
     name, _, precision = name.partition("@")
+    precision, _, wgrad = precision.partition("/")
     name, _, compiled = name.partition("+")
     num_sms = int(sms or 0)
     if compiled not in ("", "compile"):
@@ -76,8 +79,14 @@ def build(label: str, setting: Setting) -> Implementation:
     match name:
         case "mega_moe" | "all_to_all" | "reference":
             backend = "fused" if name == "mega_moe" else name
-            config = replace(setting.config, backend=backend, precision=precision or "bf16")
-            made = Implementation(label, name, config.precision, _ours(setting, config))
+            config = replace(
+                setting.config,
+                backend=backend,
+                precision=precision or "bf16",
+                wgrad_precision=wgrad or "bf16",
+            )
+            forward = _ours(setting, config)
+            made = Implementation(label, name, config.precision, forward, wgrad_precision=wgrad or "bf16")
             return _with_costs(made, setting) if name == "mega_moe" else made
         case "torchtitan":
             forward = _stock(setting, deepep=False, compiled=bool(compiled))

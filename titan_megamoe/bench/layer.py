@@ -153,6 +153,8 @@ def _measure(
             "ms_min": round(min(values), 4),
             "n": len(values),
         }
+        if implementation.wgrad_precision != "bf16":
+            record["wgrad_precision"] = implementation.wgrad_precision
         if phase != "weight_quant":
             record["peak_bytes"] = peak
             if implementation.workspace_bytes:
@@ -228,7 +230,10 @@ def _rates(
     if ep > 1:
         rates["nvlink_gb_s"] = round(remote * _crossing(implementation, phase, shape.hidden) / ms / 1e6, 1)
     one_way = remote * shape.hidden * 2
-    ideal = None if ceilings is None else ceilings.ideal_ms(phase, one_way, implementation.precision)
+    # Of fp8 weight gradients there is no GEMM alone to compare with.
+    ideal = None
+    if ceilings is not None and (phase == "forward" or implementation.wgrad_precision == "bf16"):
+        ideal = ceilings.ideal_ms(phase, one_way, implementation.precision)
     if ideal is not None:
         rates |= {"ideal_ms": round(ideal, 4), "overlap_efficiency": round(ideal / ms, 4)}
     return rates
@@ -241,6 +246,7 @@ def _table(title: str, rows: list[dict[str, Any]], ceilings: Ceilings | None) ->
         table.add_column(name, justify="left" if name in ("implementation", "phase") else "right")
     for r in rows:
         label = f"{r['impl']} {r['precision']}"
+        label += ", dW in fp8" if r.get("wgrad_precision") == "fp8" else ""
         label += f", {r['num_sms']} SMs" if r["num_sms"] else ""
         label += ", compiled" if r["compile"] else ""
         table.add_row(
