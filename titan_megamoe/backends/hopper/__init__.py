@@ -4,7 +4,7 @@
     backward   publish(dy) ─ open_call ─ expand(dy) ─ GEMM2ᵀ + SwiGLU backward, dw ─ dW2 ─ GEMM1ᵀ
                ─ combine → dx, dw ‖ expand(x) ─ dW1, dW3
 
-In fp8 tokens cross as e4m3, are expanded into the pool, and three CUDA GEMMs follow (fp8_backend.py).
+In fp8 tokens cross as e4m3, are expanded into the pool, and CUDA GEMMs follow (fp8_backend.py).
 
 `Fp8FusedBackend`, which has every precision, is imported when it is asked for: it needs Triton, the rest of
 the package does not.
