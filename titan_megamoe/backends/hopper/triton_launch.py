@@ -26,7 +26,6 @@ import torch
 import triton
 from torch import Tensor
 from triton import knobs
-from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -34,12 +33,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 KNOWN_TRITON = "3.6."
 """Beginning of the versions whose launchers this file knows."""
+_known_triton = triton.__version__.startswith(KNOWN_TRITON)
 
-_JIT = (JITFunction, GluonJITFunction)
+_JIT: tuple[type, ...] = ()
+if _known_triton:
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST, CudaLauncher
+    from triton.experimental.gluon._runtime import GluonJITFunction
+
+    _JIT = (JITFunction, GluonJITFunction)
 _DESCRIPTORS = (TensorDescriptor, GluonDescriptor)
 _NAMED = (bool, int, float, str, type(None))
 _INT32 = 1 << 31
-_known_triton = triton.__version__.startswith(KNOWN_TRITON)
 
 
 class _Kind:
@@ -187,7 +191,8 @@ def _kind_of(
     kind = _kinds.get(facts)
     if kind is None:
         compiled = kernel[grid](*args, **every)
-        _kinds[facts] = _learn(kernel, compiled, args, every, maps)
+        if compiled is not None:  # a hook of Triton's may keep a kernel from being compiled
+            _kinds[facts] = _learn(kernel, compiled, args, every, maps)
     return kind
 
 
@@ -257,6 +262,8 @@ def _learn(kernel: Any, compiled: Any, args: tuple[Any, ...], named: dict[str, A
     if any(parameter.is_constexpr for parameter in kernel.params[: len(args)]):
         return kind
     launcher = compiled.run
+    if type(launcher) is not CudaLauncher:
+        return kind
     metadata = compiled.metadata
     described = getattr(metadata, "tensordesc_meta", None) or ()
     if launcher.global_scratch_size or launcher.profile_scratch_size or len(described) != maps:
@@ -283,8 +290,6 @@ def _map_arguments(address: int, place: tuple[Any, ...], facts: tuple[Any, ...])
 
     A map says where and how, not what: it stays right for whatever lies at the address later.
     """
-    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-
     shape, strides, nan = place
     swizzle, elem_size, elem_type, block = facts
     encoded = driver.active.utils.fill_tma_descriptor(
