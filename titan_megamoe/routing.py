@@ -98,12 +98,19 @@ class PlanShape:
 
 
 @functools.lru_cache(maxsize=256)
-def _layout(shape: PlanShape) -> tuple[list[str], list[int]]:
-    """Names of the tables, and lengths in words of each and of the gap behind it, in turn."""
+def _layout(shape: PlanShape) -> tuple[list[str | None], list[int]]:
+    """The parts of the flat tensor in order: names of tables, None for the gap before the next one, and
+    lengths in words.
+    """
+    names: list[str | None] = []
     lengths = []
-    for length in shape.tables().values():
-        lengths += [length, -length % _ALIGN]
-    return list(shape.tables()), lengths
+    for name, length in shape.tables().items():
+        names.append(name)
+        lengths.append(length)
+        if length % _ALIGN:
+            names.append(None)
+            lengths.append(-length % _ALIGN)
+    return names, lengths
 
 
 @dataclass(frozen=True)
@@ -152,7 +159,7 @@ class RoutingPlan:
         """The plan whose tables lie in `flat` (words,) int32."""
         names, lengths = _layout(shape)
         parts = flat.split_with_sizes(lengths)  # one call: a slice for each costs the host far more
-        views = dict(zip(names, parts[::2], strict=True))
+        views = {name: part for name, part in zip(names, parts, strict=True) if name is not None}
         views["row_weight"] = views["row_weight"].view(torch.float32)
         return RoutingPlan(shape=shape, flat=flat, **views)
 
@@ -160,7 +167,7 @@ class RoutingPlan:
     def empty(shape: PlanShape, device: torch.device) -> RoutingPlan:
         return RoutingPlan.over(torch.empty(shape.words, dtype=torch.int32, device=device), shape)
 
-    @property
+    @functools.cached_property
     def tiles(self) -> PoolTiles:
         return PoolTiles(self.offs, self.counts, self.tile_expert, self.num_tiles)
 

@@ -59,6 +59,9 @@ def ring(name: str) -> Ring:
     return RINGS.get(name, Ring())
 
 
+ONE_PER_SM = GemmConfig()
+
+
 @functools.cache
 def cuda_source(name: str) -> str:
     """The whole text of a kernel: what it shares with the others, then its own file."""
@@ -89,7 +92,7 @@ def launch(
         UnsupportedError: no driver or no compiler (jit/).
         MegaMoEError: compiling, loading or launching failed.
     """
-    blocks = grid_size(device, GemmConfig(), reserved_sms)
+    blocks = grid_size(device, ONE_PER_SM, reserved_sms)
     _kernel(name, tuple(kinds), device, defines).launch(blocks, arguments, device)
 
 

@@ -100,7 +100,7 @@ def operand(weight: Tensor) -> Tensor:
 
 def check_matrix(name: str, x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
     """Raise ConfigError unless `x` is a contiguous `dtype` tensor of `shape` that TMA can address."""
-    if tuple(x.shape) != tuple(shape) or x.dtype != dtype:
+    if x.shape != tuple(shape) or x.dtype != dtype:
         raise ConfigError(
             f"{name} is {x.dtype} {tuple(x.shape)}, but {dtype} {tuple(shape)} is needed; "
             "check the order of the arguments"
@@ -140,7 +140,7 @@ def check_pool(tiles: PoolTiles, rows: int, experts: int) -> None:
         ("tile_expert", tiles.tile_expert, (tiles.max_tiles,)),
         ("num_tiles", tiles.num_tiles, (1,)),
     ):
-        if table.dtype != torch.int32 or tuple(table.shape) != shape:
+        if table.dtype != torch.int32 or table.shape != shape:
             raise ConfigError(
                 f"{name} is {table.dtype} {tuple(table.shape)}, but torch.int32 {shape} is needed: "
                 "the tables must belong to these weights"
