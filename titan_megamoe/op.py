@@ -27,7 +27,7 @@ from .backends.base import Backend, CompositeBackend, ExplicitBackend, MoECall, 
 from .config import MegaMoEConfig
 from .errors import ConfigError, MegaMoEError
 from .group import group_from_name, group_name, group_size
-from .staged import run_staged
+from .staged import no_autocast, run_staged
 from .validate import check_arguments, check_ids
 
 DEFAULT_CONFIG = MegaMoEConfig()
@@ -186,7 +186,7 @@ def _forward(
     needs: int,
 ) -> list[Tensor]:
     call = _call(x, topk_ids, topk_weights, w1, w3, w2, group, config, needs)
-    with torch.autocast(x.device.type, enabled=False):  # a caller's autocast must not reach the math
+    with no_autocast(x.device):
         y, saved = _explicit(call).forward(call)
     return [y, *saved]
 
@@ -213,7 +213,7 @@ def _backward(
     needs: int,
 ) -> list[Tensor]:
     call = _call(x, topk_ids, topk_weights, w1, w3, w2, group, config, needs)
-    with torch.autocast(x.device.type, enabled=False):
+    with no_autocast(x.device):
         grads = _explicit(call).backward(call, list(saved), dy.contiguous())
     # A custom op returns no None: what was not asked for is a tensor of size 0.
     return [dy.new_empty(0) if g is None else g for g in grads]

@@ -28,7 +28,7 @@ from .backends.base import MoECall, StagedBackend
 def run_staged(backend: StagedBackend, call: MoECall) -> Tensor:
     """y (T, H) bf16, differentiable in what `call.needs` asks for. Raises what the backend raises."""
     if not any(call.needs):
-        with _no_autocast(call.x.device):
+        with no_autocast(call.x.device):
             return backend.forward(call)[0]
     finish: list[Callable[[], Tensor]] = []
     try:
@@ -45,11 +45,11 @@ def run_staged(backend: StagedBackend, call: MoECall) -> Tensor:
 
 
 def _run_last(finish: list[Callable[[], Tensor]], device: torch.device) -> Tensor:
-    with _no_autocast(device):
+    with no_autocast(device):
         return finish.pop()()
 
 
-def _no_autocast(device: torch.device) -> AbstractContextManager[object]:
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
     """A caller's autocast must not reach the math. Most have none, and the context is slow to make."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
@@ -70,7 +70,7 @@ class _Begin(torch.autograd.Function):
         call: MoECall,
         finish: list[Callable[[], Tensor]],
     ) -> Tensor:
-        with _no_autocast(x.device):
+        with no_autocast(x.device):
             begun = backend.begin(call)
         finish.append(begun.finish)
         ctx.save_for_backward(x, topk_ids, topk_weights, w1, w3, w2, *begun.saved)
@@ -82,7 +82,7 @@ class _Begin(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, topk_ids, topk_weights, w1, w3, w2, *saved = ctx.saved_tensors
         call = MoECall(x, topk_ids, topk_weights, w1, w3, w2, *ctx.facts)
-        with _no_autocast(x.device):
+        with no_autocast(x.device):
             grads = ctx.backend.backward(call, saved, dy.contiguous())
         return grads.x, None, grads.topk_weights, grads.w1, grads.w3, grads.w2, None, None, None
 

@@ -33,11 +33,15 @@ from .combine import combine
 from .dispatch_gemm1 import dispatch_gemm1
 from .expand import expand
 from .gemm_common import SPECIALIZED, check_dims, grid_size, operand
-from .gemms import gemm_down, gemm_down_backward, gemm_up, gemm_up_backward, wgrad_down, wgrad_up
+from .gemm_down import gemm_down
+from .gemm_down_backward import gemm_down_backward
+from .gemm_up import gemm_up
+from .gemm_up_backward import gemm_up_backward
 from .passes import number_of_passes, plans_over, received, recv_rows
 from .plan_kernels import build_plans
 from .side import beside, join, now
 from .symmetric import READ, TOKENS, meet, open_call, publish
+from .wgrad import wgrad_down, wgrad_up
 
 EXPAND_FROM: int | None = None
 """H · I from which GEMM1 over dense rows gains more than the expansion costs. None: from nowhere, as long as
