@@ -162,16 +162,16 @@ def trained(
     from ..torchtitan.launch import JobFailed
 
     with contextlib.ExitStack() as started:
-        waiting: dict[int, RunningJob] = {}
+        waiting: dict[int, tuple[Launch, RunningJob]] = {}
         for number, candidate in enumerate(candidates) if args.prestart and len(candidates) > 1 else ():
             with contextlib.suppress(ConfigError, OSError, tomllib.TOMLDecodeError):  # said at its turn
                 launch = _launch(args, number, candidate, assets)
                 if args.nnodes == 1 and not launch.machines.cpu:
-                    waiting[number] = started.enter_context(launch.start(held=True))
+                    waiting[number] = launch, started.enter_context(launch.start_held())
         for number, candidate in enumerate(candidates):
             try:
-                launch = _launch(args, number, candidate, assets)
-                steps = _train(args, launch, waiting.get(number), console)
+                launch, job = waiting.get(number) or (_launch(args, number, candidate, assets), None)
+                steps = _train(args, launch, job, console)
             except (JobFailed, ConfigError, OSError, tomllib.TOMLDecodeError) as error:
                 failures.append(candidate.label)
                 console.print(f"[red]{candidate.label}: failed[/], the others go on")
@@ -244,10 +244,10 @@ class Launch:
     options: list[str]
     how: dict[str, Any]
 
-    def start(self, held: bool) -> RunningJob:
+    def start_held(self) -> RunningJob:
         from ..torchtitan.launch import start_job
 
-        return start_job(self.candidate.path, self.options, **self.how, held=held)
+        return start_job(self.candidate.path, self.options, **self.how, held=True)
 
 
 def _launch(args: argparse.Namespace, number: int, candidate: Candidate, assets: Assets) -> Launch:
