@@ -335,6 +335,41 @@ DEVICE void wgmma_wait() {
     meet(group, 128, thread, 0, 0);
 }
 
+// --- global memory that several blocks of a launch share --------------------------------------------------
+
+// Blocks run one after the other: what a block waits for must be its own doing, or a former block's.
+DEVICE u32 load_acquire(const u32* counter) {
+    yield_fiber();
+    return *counter;
+}
+DEVICE void add_release(u32* counter, u32 value) {
+    *counter += value;
+    ++progress;
+}
+DEVICE u32 take(u32* counter, u32 value) {
+    yield_fiber();
+    const u32 before = *counter;
+    add_release(counter, value);
+    return before;
+}
+DEVICE void fence_async_proxy_global() {}
+
+struct Words {
+    u32 at[4];
+};
+
+DEVICE Words load_words(const void* from) {
+    if (u64(from) % 16) fail("a load of 16 bytes is misaligned");
+    Words w;
+    memcpy(&w, from, 16);
+    return w;
+}
+DEVICE void store_words(void* to, const Words& w) {
+    if (u64(to) % 16) fail("a store of 16 bytes is misaligned");
+    memcpy(to, &w, 16);
+}
+DEVICE void sleep_ns(u32) { yield_fiber(); }
+
 // --- plain memory and arithmetic --------------------------------------------------------------------------
 
 DEVICE float load_shared(u32 address) {

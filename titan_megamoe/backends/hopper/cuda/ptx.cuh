@@ -140,6 +140,50 @@ DEVICE void wgmma_m64n128k32(float (&d)[64], u64 a, u64 b, u32 add) {
         : "l"(a), "l"(b), "r"(add));
 }
 
+// --- global memory that several blocks of a launch share --------------------------------------------------
+
+// What other blocks wrote before their add_release is visible after this has seen the sum.
+DEVICE u32 load_acquire(const u32* counter) {
+    u32 value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+    return value;
+}
+
+DEVICE void add_release(u32* counter, u32 value) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
+}
+
+// The sum before; orders nothing.
+DEVICE u32 take(u32* counter, u32 value) {
+    u32 before;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");
+    return before;
+}
+
+// Between accesses to global memory by ordinary instructions and by the copy engine, on the side of either.
+DEVICE void fence_async_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+struct Words {
+    u32 at[4];
+};
+
+// 16 aligned bytes of this GPU's or a peer's memory, past L1.
+DEVICE Words load_words(const void* from) {
+    Words w;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.at[0]), "=r"(w.at[1]), "=r"(w.at[2]), "=r"(w.at[3])
+                 : "l"(from)
+                 : "memory");
+    return w;
+}
+
+DEVICE void store_words(void* to, const Words& w) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(w.at[0]), "r"(w.at[1]), "r"(w.at[2]),
+                 "r"(w.at[3]) : "memory");
+}
+
+DEVICE void sleep_ns(u32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns) : "memory"); }
+
 // --- plain memory and arithmetic --------------------------------------------------------------------------
 
 DEVICE float load_shared(u32 address) {
