@@ -161,6 +161,8 @@ def main() -> None:
     dist.all_gather_object(everyone, out)
     if rank == 0:
         result.write_text(json.dumps(everyone))
+    # It holds the group, and gloo's threads of a group that outlives the interpreter may abort the process.
+    sys.modules["torchtitan.distributed.deepep.deepep"]._buffer = None  # type: ignore[attr-defined]
     dist.destroy_process_group()
 
 

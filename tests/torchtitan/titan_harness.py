@@ -50,6 +50,7 @@ class Runs:
             "PYTHONPATH": path,
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONFAULTHANDLER": "1",
             "HF_HUB_OFFLINE": "1",
             "HF_HOME": str(self.folder / "huggingface"),
         }
@@ -66,6 +67,7 @@ class Runs:
             return f"suite {suite} did not end within {LIMIT_S} s"
         if finished.returncode:
             lines = finished.stdout.splitlines()
-            first = next((i for i, line in enumerate(lines) if "Traceback" in line), 0)
+            signs = ("Traceback", "Fatal Python error", "terminate called")
+            first = next((i for i, line in enumerate(lines) if any(sign in line for sign in signs)), 0)
             return "\n".join([f"suite {suite} failed:", *lines[first : first + 60]])
         return json.loads(out.read_text())
