@@ -6,6 +6,7 @@ First what must be right, and nothing is timed if it is not: the quantizers bit 
 the emulated recipe on small shapes with tails and on full ones, NaN and Inf, two runs to the bit. Then times:
 64 local experts, rows as uniform routing of 2 × 16384 tokens to 8 of 128 experts gives them, medians of
 events, all candidates in turn. TFLOP/s counts real rows. `predicted` is docs/design_fp8.md's.
+The GEMMs are timed with both warpgroups multiplying when they like and in turn (GIVE_TURN in cuda/fp8_gemm.cuh).
 --ablate also times kernels that leave out a part (wrong results, for the breakdown of their time).
 """
 
@@ -338,13 +339,37 @@ def source_with(changes: list[tuple[str, str]]) -> Iterator[None]:
         cuda_kernels._loaded.cache_clear()
 
 
-def ablation_times(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
+TURNS = {
+    "in turn": [("GIVE_TURN = 0;", "GIVE_TURN = 1;")],
+    "in turn, early": [("GIVE_TURN = 0;", "GIVE_TURN = 2;")],
+    "freely, again": [],
+}
+"""When a warpgroup lets the other multiply."""
+
+
+def times_with(
+    changes: dict[str, list[tuple[str, str]]], calls: dict[str, Callable[[], Any]]
+) -> dict[str, list[float]]:
+    """Times of `calls` compiled with each of the changes."""
     times: dict[str, list[float]] = {}
-    for what, changes in ABLATIONS.items():
-        with source_with(changes):
-            some = {f"{name}, {what}": calls[name] for name in ("gemm1", "gemm2", "dgrad1")}
-            times |= times_of(some)
+    for what, change in changes.items():
+        with source_with(change):
+            times |= times_of({f"{name}, {what}": call for name, call in calls.items()})
     return times
+
+
+def check_turns(experts: Experts) -> bool:
+    """Every bit is the same whoever's turn it is."""
+    quantizers: dict[str, Any] = dict(
+        quantize_rows=gpu_rows, quantize_weights=quantize_weights, quantize_columns=quantize_columns
+    )
+    freely, right = run_chain(experts, **quantizers), True
+    for what, change in TURNS.items():
+        with source_with(change):
+            same = equal_chains(experts, freely, run_chain(experts, **quantizers))
+        say(f"{what:<17} {'equal bit for bit' if same else 'DIFFERS'}")
+        right &= same
+    return right
 
 
 def times_of(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
@@ -404,6 +429,7 @@ def main() -> int:
             say(f"                  (first chain with compilation: {time.perf_counter() - start:.1f} s)")
             start = 0.0
     right &= check_not_numbers()
+    right &= check_turns(make_experts(256, 384, [44, 0, 300], "cuda"))
     # The simulator's own reference for one shape: the quantizers' definition on the GPU.
     experts = make_experts(256, 384, [130, 7], "cuda")
     errors = chain_errors(experts, run_chain(experts, quantize_rows=reference_rows))
@@ -419,8 +445,12 @@ def main() -> int:
         w13, w2 = quantize_weights([experts.w1, experts.w3]), quantize_weights([experts.w2])
         ours = our_calls(experts, w13, w2)
         times = times_of(ours | deep_gemm_calls(experts, w13, w2))
+        gemms = {name: ours[name] for name in ("gemm1", "gemm2", "dgrad1")}
+        times |= times_with(
+            TURNS, gemms | {name: ours[name] for name in ("dgrad2", "dgrad2, columns", "dW13")}
+        )
         if options.ablate:
-            times |= ablation_times(ours)
+            times |= times_with(ABLATIONS, gemms)
         for name, values in times.items():
             ms = statistics.median(values)
             rows.append(

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(find_nvcc()[0] is None and find_nvrtc() is None,
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
+@pytest.mark.parametrize("give_turn", [0, 2])
 @pytest.mark.parametrize(
     ("name", "defines"),
     [
@@ -31,16 +32,18 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
         ("fp8_wgrad", ("FP32",)),
     ],
 )
-def test_kernel_spills_serialises_or_misses_the_tensor_cores(name, defines, tmp_path):
+def test_kernel_spills_serialises_or_misses_the_tensor_cores(name, defines, give_turn, tmp_path):
     cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compile_cubin(cuda_kernels.cuda_source(name), name, defines))
+    source = cuda_kernels.cuda_source(name).replace("GIVE_TURN = 0;", f"GIVE_TURN = {give_turn};")
+    cubin.write_bytes(compile_cubin(source, name, defines))
     sass = subprocess.run([CUOBJDUMP, "-sass", cubin], capture_output=True, text=True, check=True).stdout
 
     def count(pattern: str) -> int:
         return len(re.findall(pattern, sass))
 
     assert count(r"QGMMA\.64x128x32\.F32\.E4M3\.E4M3") == 8
-    assert count(r"WARPGROUP\.DEPBAR") == 2, "a wait after every wgmma serialises them"
+    assert count(r"WARPGROUP\.DEPBAR") == 2 + give_turn, "a wait after every wgmma serialises them"
+    assert count("R2UR") < 40, "descriptors are not in uniform registers"
     assert count(r"\b(LDL|STL)\b") == 0, "registers are spilled"
     assert count(r"USETMAXREG") == 2, "setmaxnreg was ignored"
 

@@ -65,12 +65,12 @@ def build(
     return ctypes.CDLL(str(stem.with_suffix(".so")))
 
 
-def run_on_cpu(monkeypatch: Any, folder: Path) -> None:
-    """From here on the callers of cuda_kernels.py launch kernels on the CPU."""
+def run_on_cpu(monkeypatch: Any, folder: Path, change: tuple[str, str] | None = None) -> None:
+    """From here on the callers of cuda_kernels.py launch kernels on the CPU, `change`d as in `build`."""
 
     @functools.cache
     def kernel(name: str, kinds: tuple[str, ...], device: Any, defines: tuple[str, ...]) -> CpuKernel:
-        return CpuKernel(build(folder, name, defines), name, kinds)
+        return CpuKernel(build(folder, name, defines, change), name, kinds)
 
     monkeypatch.setattr(cuda_kernels, "_kernel", kernel)
     monkeypatch.setattr(cuda_kernels, "tensor_map", CpuMap)

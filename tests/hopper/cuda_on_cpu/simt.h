@@ -92,7 +92,7 @@ static Fiber fibers[BLOCK_THREADS];
 static ucontext_t main_context;
 static int current;
 static void enter(int thread) { current = threadIdx.x = thread; }
-static Rendezvous warps[BLOCK_THREADS / 32], groups_of_warps[BLOCK_THREADS / 128], block_barrier, some_threads;
+static Rendezvous warps[BLOCK_THREADS / 32], groups_of_warps[BLOCK_THREADS / 128], block_barrier, some_threads, numbered[16];
 static std::deque<Group> all_groups;
 
 static void yield_fiber() {
@@ -136,6 +136,21 @@ DEVICE void __syncthreads() { meet(block_barrier, BLOCK_THREADS, 0, 0, 0); }
 template <int THREADS>
 DEVICE void sync_threads() {
     meet(some_threads, THREADS, current, 0, 0);
+}
+template <int THREADS>
+DEVICE void let_others_go(u32 number) {
+    Rendezvous& r = numbered[number];
+    if (++r.arrived == 2 * THREADS) {
+        r.arrived = 0;
+        ++r.generation;
+        ++progress;
+    }
+}
+template <int THREADS>
+DEVICE void wait_for_others(u32 number) {
+    const u32 mine = numbered[number].generation;
+    let_others_go<THREADS>(number);
+    while (numbered[number].generation == mine) yield_fiber();
 }
 DEVICE void __syncwarp() { meet(warps[current / 32], 32, current % 32, 0, 0); }
 DEVICE u32 __shfl_sync(u32, u32 value, int lane) {
@@ -324,7 +339,9 @@ static void multiply_now(const Product& p) {
 }
 
 // Products take effect here and no sooner: an operand that is overwritten before was released too early.
+template <int PENDING = 0>
 DEVICE void wgmma_wait() {
+    if (PENDING) return;
     Rendezvous& group = groups_of_warps[current / 128];
     Fiber& me = fibers[current];
     const int thread = current % 128;
@@ -488,6 +505,7 @@ static void run_block() {
     for (auto& w : warps) w = Rendezvous{};
     for (auto& g : groups_of_warps) g = Rendezvous{};
     block_barrier = some_threads = Rendezvous{};
+    for (auto& n : numbered) n = Rendezvous{};
     for (int i = 0; i < BLOCK_THREADS; ++i) {
         Fiber& f = fibers[i];
         f.done = false;

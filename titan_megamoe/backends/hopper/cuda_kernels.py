@@ -34,12 +34,15 @@ class Ring(NamedTuple):
         pieces: 2 KB of results a warp can have on their way out.
         scales: fp32 scales that come with a stage.
         registers: of a multiplying thread; the loading ones have 504 less twice that.
+        give_turn: when a warpgroup lets the other multiply: 1, its products are issued; 2, three of four are
+            done; 0: they do not take turns.
     """
 
     stages: int = 3
     pieces: int = 5
     scales: int = COLUMN_BLOCK
     registers: int = 232
+    give_turn: int = 0
 
     @property
     def shared_bytes(self) -> int:
@@ -66,9 +69,9 @@ ONE_PER_SM = GemmConfig()
 def cuda_source(name: str) -> str:
     """The whole text of a kernel: what it shares with the others, then its own file."""
     folder = Path(__file__).with_name("cuda")
-    stages, pieces, scales, registers = sizes = ring(name)
+    stages, pieces, scales, registers, give_turn = sizes = ring(name)
     head = (
-        f"constexpr int STAGES = {stages}, PIECES = {pieces}, SCALES = {scales};\n"
+        f"constexpr int STAGES = {stages}, PIECES = {pieces}, SCALES = {scales}, GIVE_TURN = {give_turn};\n"
         f"constexpr unsigned MATH_REGISTERS = {registers};\n"
         f"constexpr int HOST_SHARED_BYTES = {sizes.shared_bytes};"
     )

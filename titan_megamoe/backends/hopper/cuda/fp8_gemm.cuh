@@ -50,13 +50,33 @@ DEVICE void fill(const Problem& p, const Shared& s, const TensorMap& a, const Te
     }
 }
 
-// product (64 × 128) of one stage's rows `a` and column block `b`; complete after wgmma_wait.
-DEVICE void multiply(float (&product)[64], u64 a, u64 b) {
+// Warpgroups multiply in turn: the other one's products come after these, while this one promotes. GIVE_TURN says
+// when: once these are issued, or once three of four are done; 0: both issue when they like.
+constexpr u32 FIRST_TURN = 2;  // number of warpgroup 0's barrier
+
+DEVICE void give_turn(u32 turn) {
+    if (GIVE_TURN) let_others_go<128>(turn ^ 1);
+}
+
+// Before the first product; warpgroup 0 begins.
+DEVICE void open_turns() {
+    if (threadIdx.x >= 128) give_turn(FIRST_TURN + 1);
+}
+
+// product (64 × 128) of one stage's rows `a` and column block `b`; complete after wgmma_wait. `turn` is FIRST_TURN +
+// the warpgroup.
+DEVICE void multiply(float (&product)[64], u64 a, u64 b, u32 turn) {
     pin(product);
+    if (GIVE_TURN) wait_for_others<128>(turn);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < BLOCK / 32; ++k) wgmma_m64n128k32(product, a + 2 * k, b + 2 * k, k != 0);
+    for (int k = 0; k < BLOCK / 32; ++k) {
+        wgmma_m64n128k32(product, a + 2 * k, b + 2 * k, k != 0);
+        if (GIVE_TURN == 2 && k == 2) wgmma_commit();
+    }
     wgmma_commit();
+    if (GIVE_TURN == 2) wgmma_wait<1>();
+    give_turn(turn);
     pin(product);
 }
 
@@ -102,14 +122,14 @@ DEVICE void accumulate(const Problem& p, const Shared& s, const Tile& tile, Posi
             const u64 a = operand(s.stage(at.stage) + group * (MATRIX_BYTES / 2));
             const u64 b = operand(s.stage(at.stage) + MATRIX_BYTES);
 
-            multiply(product, a, b);
+            multiply(product, a, b, FIRST_TURN + group);
             const float left = __shfl_sync(~0u, left_of_lane, block % 32);
             const float right = __shfl_sync(~0u, right_of_lane, block % 32);
             wgmma_wait();
             pin(product);
             promote(sums.left, product, upper * left, lower * left);
 
-            multiply(product, a, b + MATRIX_BYTES / 16);
+            multiply(product, a, b + MATRIX_BYTES / 16, FIRST_TURN + group);
             wgmma_wait();
             pin(product);
             if (lane == 0) barrier_arrive(s.empty(at.stage));

@@ -85,7 +85,7 @@ DEVICE void accumulate_tokens(const Shared& s, int blocks, Position& at, Sums& s
         const u64 a = operand(s.stage(at.stage) + group * (MATRIX_BYTES / 2));
         const u64 b = operand(s.stage(at.stage) + MATRIX_BYTES);
 
-        multiply(product, a, b);
+        multiply(product, a, b, FIRST_TURN + group);
         wgmma_wait();
         pin(product);
         load_scales<0>(scale, left);
@@ -93,7 +93,7 @@ DEVICE void accumulate_tokens(const Shared& s, int blocks, Position& at, Sums& s
         load_scales<8>(scale, left);
         promote_columns<8>(sums.left, product, upper, lower, scale);
 
-        multiply(product, a, b + MATRIX_BYTES / 16);
+        multiply(product, a, b + MATRIX_BYTES / 16, FIRST_TURN + group);
         wgmma_wait();
         pin(product);
         load_scales<0>(scale, right);
@@ -175,6 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_wgrad(
         }
     } else {
         registers_up<MATH_REGISTERS>();
+        open_turns();
         const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         Pieces pieces{s.staging(warp)};
         for (WeightTiles tiles(p); tiles.more(); tiles.advance()) {

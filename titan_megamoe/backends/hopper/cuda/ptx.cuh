@@ -51,6 +51,17 @@ DEVICE void sync_threads() {
     asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
 }
 
+// Barrier `number` (2 or more) of two groups of THREADS threads: one waits for the other, which does not wait.
+template <int THREADS>
+DEVICE void wait_for_others(u32 number) {
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(2 * THREADS) : "memory");
+}
+
+template <int THREADS>
+DEVICE void let_others_go(u32 number) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(2 * THREADS) : "memory");
+}
+
 // --- copy engine ------------------------------------------------------------------------------------------
 
 // A box of a rank-3 map to shared memory; its bytes are counted on `barrier`.
@@ -108,7 +119,11 @@ DEVICE u64 operand(u32 address) {
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// Until all but the newest PENDING groups are done.
+template <int PENDING = 0>
+DEVICE void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
 
 // The compiler moves no access to these registers across this point.
 template <int N>

@@ -18,7 +18,8 @@
 // Past K and N the copy engine reads zeros and writes nothing.
 //
 // cuda_kernels.py sets for each kernel: STAGES of the ring, PIECES of results a warp can have on their way out,
-// SCALES (fp32) that a stage brings along, MATH_REGISTERS of a multiplying thread, and HOST_SHARED_BYTES.
+// SCALES (fp32) that a stage brings along, MATH_REGISTERS of a multiplying thread, GIVE_TURN (fp8_gemm.cuh), and
+// HOST_SHARED_BYTES.
 //
 // Letters: P pool rows, K contraction, N columns of one weight, e experts.
 
