@@ -6,7 +6,7 @@ First what must be right, and nothing is timed if it is not: the quantizers bit 
 the emulated recipe on small shapes with tails and on full ones, NaN and Inf, two runs to the bit. Then times:
 64 local experts, rows as uniform routing of 2 × 16384 tokens to 8 of 128 experts gives them, medians of
 events, all candidates in turn. TFLOP/s counts real rows. `predicted` is docs/design_fp8.md's.
-The GEMMs are timed with both warpgroups multiplying when they like and in turn (GIVE_TURN in cuda/fp8_gemm.cuh).
+GEMMs are timed with both warpgroups multiplying when they like and in turn (GIVE_TURN, cuda/fp8_gemm.cuh).
 --ablate also times kernels that leave out a part (wrong results, for the breakdown of their time).
 """
 
