@@ -6,7 +6,7 @@ First what must be right, and nothing is timed if it is not: the quantizers bit 
 the emulated recipe on small shapes with tails and on full ones, NaN and Inf, two runs to the bit. Then times:
 64 local experts, rows as uniform routing of 2 × 16384 tokens to 8 of 128 experts gives them, medians of
 events, all candidates in turn. TFLOP/s counts real rows. `predicted` is docs/design_fp8.md's.
-GEMMs are timed with both warpgroups multiplying when they like and in turn (GIVE_TURN, cuda/fp8_gemm.cuh).
+GEMMs are timed in several orders of their two warpgroups' work too (GIVE_TURN, cuda/fp8_gemm.cuh).
 --ablate also times kernels that leave out a part (wrong results, for the breakdown of their time).
 """
 
@@ -294,8 +294,11 @@ def our_calls(experts: Experts, w13: QuantizedWeight, w2: QuantizedWeight) -> di
 
 ABLATIONS: dict[str, list[tuple[str, str]]] = {
     "no promotion": [
-        ("promote(sums.left, product, upper * left, lower * left);", "sums.left[0] += product[0];"),
-        ("promote(sums.right, product, upper * right, lower * right);", "sums.right[0] += product[0];"),
+        (
+            "promote(sums.left, product, stage.upper * left, stage.lower * left);",
+            "sums.left[0] += product[0];",
+        ),
+        ("promote(sums.right, product, upper, lower);", "sums.right[0] += product[0];"),
     ],
     "no epilogue": [
         (
@@ -339,12 +342,19 @@ def source_with(changes: list[tuple[str, str]]) -> Iterator[None]:
         cuda_kernels._loaded.cache_clear()
 
 
-TURNS = {
+TURNS: dict[str, list[tuple[str, str]]] = {
+    "opened late": [
+        ("            if (--stages > 0) stage.open(s, at, group, row);\n", ""),
+        (
+            "promote(sums.right, product, upper, lower);",
+            "promote(sums.right, product, upper, lower);\nif (--stages > 0) stage.open(s, at, group, row);",
+        ),
+    ],
     "in turn": [("GIVE_TURN = 0;", "GIVE_TURN = 1;")],
     "in turn, early": [("GIVE_TURN = 0;", "GIVE_TURN = 2;")],
     "freely, again": [],
 }
-"""When a warpgroup lets the other multiply."""
+"""When a warpgroup opens a stage, and when it lets the other multiply: never a bit of the result."""
 
 
 def times_with(
@@ -359,7 +369,7 @@ def times_with(
 
 
 def check_turns(experts: Experts) -> bool:
-    """Every bit is the same whoever's turn it is."""
+    """Every bit is the same in every order."""
     quantizers: dict[str, Any] = dict(
         quantize_rows=gpu_rows, quantize_weights=quantize_weights, quantize_columns=quantize_columns
     )

@@ -48,6 +48,17 @@ def test_kernel_spills_serialises_or_misses_the_tensor_cores(name, defines, give
     assert count(r"USETMAXREG") == 2, "setmaxnreg was ignored"
 
 
+def test_script_times_text_that_no_kernel_has(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
+    import fp8_check
+
+    for change in (*fp8_check.TURNS.values(), *fp8_check.ABLATIONS.values()):
+        for name in ("fp8_plain", "fp8_up"):
+            text = cuda_kernels.cuda_source(name)
+            with fp8_check.source_with(change):
+                assert (cuda_kernels.cuda_source(name) != text) == bool(change)
+
+
 def test_host_and_kernel_disagree_on_the_launch():
     assert f"static_assert(THREADS == {cuda_kernels.THREADS}" in cuda_kernels.cuda_source("fp8_plain")
     text = cuda_kernels.cuda_source("fp8_plain").replace("HOST_SHARED_BYTES = ", "HOST_SHARED_BYTES = 8 + ")

@@ -90,8 +90,23 @@ DEVICE void promote(float (&sums)[64], const float (&product)[64], float upper, 
     }
 }
 
-// The sums of a tile, for the 64 rows of this warpgroup. While one warpgroup promotes, the other multiplies.
-// The scales of a weight's row of blocks live in the lanes of a warp, 32 at a time.
+// A full stage as a multiplying thread needs it: its operands, and the scales of the thread's two rows.
+struct Stage {
+    u64 a, b;
+    float upper, lower;
+
+    DEVICE void open(const Shared& s, const Position& at, u32 group, u32 row) {
+        barrier_wait(s.full(at.stage), at.round);
+        a = operand(s.stage(at.stage) + group * (MATRIX_BYTES / 2));
+        b = operand(s.stage(at.stage) + MATRIX_BYTES);
+        upper = load_shared(s.scales(at.stage) + 4 * row);
+        lower = load_shared(s.scales(at.stage) + 4 * row + 32);
+    }
+};
+
+// The sums of a tile, for the 64 rows of this warpgroup. While one warpgroup promotes, the other multiplies: the
+// shorter the way from a product's end to the next one's start, the surer. So the next stage is opened under the
+// products of this one. The scales of a weight's row of blocks live in the lanes of a warp, 32 at a time.
 DEVICE void accumulate(const Problem& p, const Shared& s, const Tile& tile, Position& at, Sums& sums) {
     const u32 lane = threadIdx.x % 32;
     const u32 row = threadIdx.x / 32 * WARP_ROWS + lane / 4;
@@ -104,6 +119,9 @@ DEVICE void accumulate(const Problem& p, const Shared& s, const Tile& tile, Posi
 #pragma unroll
     for (int i = 0; i < 64; ++i) sums.left[i] = sums.right[i] = 0.f;
 
+    Stage stage;
+    stage.open(s, at, group, row);
+    int stages = p.segments * p.k_blocks;
     for (int segment = 0; segment < p.segments; ++segment) {
         const int layer = tile.expert + segment * p.experts;
         const float* left_scales = p.scale_b + u64(layer * column_blocks + left_block) * p.k_blocks;
@@ -116,25 +134,22 @@ DEVICE void accumulate(const Problem& p, const Shared& s, const Tile& tile, Posi
                 left_of_lane = __ldg(left_scales + mine);
                 right_of_lane = __ldg(right_scales + mine);
             }
-            barrier_wait(s.full(at.stage), at.round);
-            const u32 scales = s.scales(at.stage) + 4 * row;
-            const float upper = load_shared(scales), lower = load_shared(scales + 32);
-            const u64 a = operand(s.stage(at.stage) + group * (MATRIX_BYTES / 2));
-            const u64 b = operand(s.stage(at.stage) + MATRIX_BYTES);
-
-            multiply(product, a, b, FIRST_TURN + group);
+            multiply(product, stage.a, stage.b, FIRST_TURN + group);
             const float left = __shfl_sync(~0u, left_of_lane, block % 32);
             const float right = __shfl_sync(~0u, right_of_lane, block % 32);
+            const float upper = stage.upper * right, lower = stage.lower * right;
             wgmma_wait();
             pin(product);
-            promote(sums.left, product, upper * left, lower * left);
+            promote(sums.left, product, stage.upper * left, stage.lower * left);
 
-            multiply(product, a, b + MATRIX_BYTES / 16, FIRST_TURN + group);
+            multiply(product, stage.a, stage.b + MATRIX_BYTES / 16, FIRST_TURN + group);
+            const u32 used = s.empty(at.stage);
+            at.advance();
+            if (--stages > 0) stage.open(s, at, group, row);
             wgmma_wait();
             pin(product);
-            if (lane == 0) barrier_arrive(s.empty(at.stage));
-            promote(sums.right, product, upper * right, lower * right);
-            at.advance();
+            if (lane == 0) barrier_arrive(used);
+            promote(sums.right, product, upper, lower);
         }
     }
 }

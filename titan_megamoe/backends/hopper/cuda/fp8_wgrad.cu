@@ -76,16 +76,14 @@ DEVICE void accumulate_tokens(const Shared& s, int blocks, Position& at, Sums& s
 #pragma unroll
     for (int i = 0; i < 64; ++i) sums.left[i] = sums.right[i] = 0.f;
 
+    Stage stage;
+    if (blocks > 0) stage.open(s, at, group, row);
 #pragma unroll 1
-    for (int block = 0; block < blocks; ++block) {
-        barrier_wait(s.full(at.stage), at.round);
-        const u32 scales = s.scales(at.stage);
-        const float upper = load_shared(scales + 4 * row), lower = load_shared(scales + 4 * row + 32);
-        const u32 left = scales + SCALES_BYTES / 3 + 8 * (lane % 4), right = left + SCALES_BYTES / 3;
-        const u64 a = operand(s.stage(at.stage) + group * (MATRIX_BYTES / 2));
-        const u64 b = operand(s.stage(at.stage) + MATRIX_BYTES);
+    for (int block = 1; block <= blocks; ++block) {
+        const float upper = stage.upper, lower = stage.lower;
+        const u32 left = s.scales(at.stage) + SCALES_BYTES / 3 + 8 * (lane % 4), right = left + SCALES_BYTES / 3;
 
-        multiply(product, a, b, FIRST_TURN + group);
+        multiply(product, stage.a, stage.b, FIRST_TURN + group);
         wgmma_wait();
         pin(product);
         load_scales<0>(scale, left);
@@ -93,16 +91,18 @@ DEVICE void accumulate_tokens(const Shared& s, int blocks, Position& at, Sums& s
         load_scales<8>(scale, left);
         promote_columns<8>(sums.left, product, upper, lower, scale);
 
-        multiply(product, a, b + MATRIX_BYTES / 16, FIRST_TURN + group);
+        multiply(product, stage.a, stage.b + MATRIX_BYTES / 16, FIRST_TURN + group);
+        const u32 used = s.empty(at.stage);
+        at.advance();
+        if (block < blocks) stage.open(s, at, group, row);
         wgmma_wait();
         pin(product);
         load_scales<0>(scale, right);
         promote_columns<0>(sums.right, product, upper, lower, scale);
         load_scales<8>(scale, right);
         __syncwarp();  // every lane has read its scales
-        if (lane == 0) barrier_arrive(s.empty(at.stage));
+        if (lane == 0) barrier_arrive(used);
         promote_columns<8>(sums.right, product, upper, lower, scale);
-        at.advance();
     }
 }
 
