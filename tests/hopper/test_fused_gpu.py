@@ -295,6 +295,37 @@ def test_a_recomputation_that_ends_early_is_overtaken_by_its_backward(rank_pool,
         assert (plain, early, late) == ((0, 0, 0) if precision == "fp8" else (3, 3, 6))
 
 
+def _ends_early_alone(rank: int):
+    """Rank 1 ends its recomputation before the combine, rank 0 does not."""
+    want, config = _call(rank).cpu(), dataclasses.replace(CONFIG, timeout_s=60.0)
+    *arguments, dy = leaves(PROBLEM, rank, device_of(rank))
+
+    def block(x):
+        return mega_moe(x, *arguments[1:], group=ep_group(2), config=config)
+
+    error = ("none", "")
+    try:
+        with set_checkpoint_early_stop(rank == 1):
+            checkpoint(block, arguments[0], use_reentrant=False).backward(dy)
+    except MegaMoEError as caught:
+        error = type(caught).__name__, str(caught)
+    if error[0] == "none":
+        error = _error_of_next_call(rank, config)
+    else:
+        torch.cuda.synchronize()
+        dist.barrier()
+    return error, _works_again(rank, want)
+
+
+@TWO
+def test_a_recomputation_that_ends_early_on_one_rank_is_awaited_until_the_timeout(rank_pool):
+    begun = time.monotonic()
+    (whole, fine0), (early, fine1) = rank_pool(2, "cuda").run(_ends_early_alone)
+    assert whole[0] == AgreementError.__name__ and "early_stop" in whole[1], whole
+    assert early[0] == AgreementError.__name__ and "rank 0" in early[1], early
+    assert fine0 and fine1 and time.monotonic() - begun < 60
+
+
 def _left_in_the_middle(rank: int, rounds: int):
     """Whether calls behind one that was never finished keep their results, and what finishing it raises."""
     want = _call(rank)

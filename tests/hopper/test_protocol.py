@@ -234,6 +234,20 @@ assert at and at[0] < a.state[0], "the first look found the flag already"
 assert a.report[0] == 0 and y.eq(2).all(), (a.report, y)
 """
 
+ENDED_EARLY = """
+meet()
+a.mail[1, symmetric.READ] = a.state[0]  # b has left the call without a combine
+began = time.perf_counter()
+y = a.close(60.0)
+assert time.perf_counter() - began < 30 and y.isnan().all()
+assert a.report[0] == status.PEER_ENDED_EARLY and a.report[2] == 1, a.report
+error = status.error_from(a.report, 0, 60.0, 0)
+assert "early_stop" in str(error) and "rank 1" in str(error)
+assert b.mail[0, 4] > 0, "b, which waits for a, is not told"
+a.raised()
+b.raised()
+"""
+
 
 def _run(body: str) -> None:
     pytest.importorskip("triton")
@@ -263,6 +277,10 @@ def test_a_plan_reads_tokens_that_a_peer_never_announced():
 
 def test_weights_of_a_backward_that_could_not_open_get_finite_gradients():
     _run(EXPANDED)
+
+
+def test_a_peer_that_ends_its_recomputation_early_is_awaited_until_the_timeout():
+    _run(ENDED_EARLY)
 
 
 def test_a_refusal_of_the_next_call_is_taken_for_one_of_this():

@@ -79,8 +79,11 @@ def _weight_gradient(part_ptr, num_parts, pool_rows, row, mask):
 
 @triton.jit
 def _await_flag(flag_ptr, notice_ptr, state_ptr, call, begin, timeout_ns, TIMEOUT: tl.constexpr,
-                AHEAD: tl.constexpr, GAVE_UP: tl.constexpr):  # fmt: skip
-    """Wait until *flag is `call`: (0, call), or (why not, what was seen last); -1: this rank gave up."""
+                AHEAD: tl.constexpr, GAVE_UP: tl.constexpr, ENDED_EARLY: tl.constexpr):  # fmt: skip
+    """Wait until *flag is `call`: (0, call), or (why not, what was seen last); -1: this rank gave up.
+
+    `notice_ptr`: the peer's word of the mailbox that says it gave up, two before that of READ (symmetric.py).
+    """
     code = 0
     seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
     while (seen < call) & (code == 0):
@@ -92,6 +95,8 @@ def _await_flag(flag_ptr, notice_ptr, state_ptr, call, begin, timeout_ns, TIMEOU
             seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
             if seen < call:
                 code = GAVE_UP
+        elif tl.load(notice_ptr + 2, volatile=True) == call:
+            code = ENDED_EARLY
         elif globaltimer() - begin > timeout_ns:
             code = TIMEOUT
         if code == 0:
@@ -111,6 +116,7 @@ def _combine_kernel(
     KP: tl.constexpr, E_LOCAL: tl.constexpr, CHUNK: tl.constexpr, SEND_T: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, LEAD: tl.constexpr, HAS_ROWS: tl.constexpr,
     HAS_DWEIGHT: tl.constexpr, TIMEOUT: tl.constexpr, AHEAD: tl.constexpr, GAVE_UP: tl.constexpr,
+    ENDED_EARLY: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     num_chunks = tl.cdiv(max_tokens, CHUNK)
@@ -192,7 +198,7 @@ def _combine_kernel(
                             code, seen = _await_flag(
                                 flags_ptr + peer * num_chunks + chunk,
                                 mail_ptr + peer * _MAIL + 4,
-                                state_ptr, call, begin, timeout_ns, TIMEOUT, AHEAD, GAVE_UP,
+                                state_ptr, call, begin, timeout_ns, TIMEOUT, AHEAD, GAVE_UP, ENDED_EARLY,
                             )  # fmt: skip
                     tl.debug_barrier()
                     ready = code == 0
@@ -313,5 +319,6 @@ def _bound(shape: PlanShape, passes: int, hidden: int, lead: int, has_rows: bool
         CHUNK=COMBINE_TOKENS, SEND_T=BLOCK_TOKENS * COLUMNS // columns, BLOCK_T=BLOCK_TOKENS,
         BLOCK_H=min(next_power_of_2(hidden), columns), LEAD=lead,
         HAS_ROWS=has_rows, HAS_DWEIGHT=has_dweight, TIMEOUT=status.TIMEOUT_COMBINE,
-        AHEAD=status.PEER_AHEAD, GAVE_UP=status.PEER_GAVE_UP, num_warps=4,
+        AHEAD=status.PEER_AHEAD, GAVE_UP=status.PEER_GAVE_UP, ENDED_EARLY=status.PEER_ENDED_EARLY,
+        num_warps=4,
     )  # fmt: skip

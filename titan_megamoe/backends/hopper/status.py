@@ -25,6 +25,7 @@ ROUTED_ROWS = 7
 OTHER_FORWARD = 8
 TIMEOUT_TOKENS = 9
 TIMEOUT_READ = 10
+PEER_ENDED_EARLY = 11
 
 _AWAITED = {
     TIMEOUT_OPEN: "to start the call",
@@ -80,6 +81,12 @@ def error_from(words: Tensor, rank: int, timeout_s: float, max_routed_rows: int)
         return AgreementError(
             f"{where}: rank {peer} gave up or refused this call; its own error says why. Outputs of "
             f"this call are invalid; the next call starts clean."
+        )
+    if code == PEER_ENDED_EARLY:
+        return AgreementError(
+            f"{where}: rank {peer} has ended its recomputation of this call before the combine, this rank "
+            "has not. Checkpoint with the same early_stop on every rank, and use dispatch modes (a FLOP "
+            "counter, say) on all ranks or none. Outputs of this call are invalid."
         )
     if code == OTHER_FORWARD:
         return AgreementError(
