@@ -315,7 +315,7 @@ ABLATIONS: dict[str, list[tuple[str, str]]] = {
             "                         layer + p.right_layer);",
             ";",
         ),
-        ("full, STAGE_BYTES + SCALES_BYTES);", "full, MATRIX_BYTES + SCALES_BYTES);"),
+        ("full, STAGE_BYTES + ROW_SCALES_BYTES);", "full, MATRIX_BYTES + ROW_SCALES_BYTES);"),
     ],
 }  # fmt: skip
 """Replacements in a kernel's source; each keeps the ring's protocol."""
@@ -344,10 +344,10 @@ def source_with(changes: list[tuple[str, str]]) -> Iterator[None]:
 
 TURNS: dict[str, list[tuple[str, str]]] = {
     "opened late": [
-        ("            if (--stages > 0) stage.open(s, at, group, row);\n", ""),
+        ("        if (stages > 1) stage.open(s, at, group, row);\n", ""),
         (
             "promote(sums.right, product, upper, lower);",
-            "promote(sums.right, product, upper, lower);\nif (--stages > 0) stage.open(s, at, group, row);",
+            "promote(sums.right, product, upper, lower);\nif (stages > 1) stage.open(s, at, group, row);",
         ),
     ],
     "in turn": [("GIVE_TURN = 0;", "GIVE_TURN = 1;")],

@@ -224,13 +224,15 @@ def test_simulator_misses_a_broken_weight_gradient(tmp_path, monkeypatch, before
         ("    fence_async_proxy();\n", "", "without a fence"),
         ("s.empty(at.stage), at.round ^ 1", "s.empty(at.stage), at.round", "every thread waits"),
         ("s.empty(i), WARPS", "s.empty(i), WARPS / 2", "every thread waits"),
+        ("left_scales + next", "left_scales + block", "wrong result"),
+        ("if (lane == 0) barrier_arrive(used);\n        promote", "promote", "every thread waits"),
         ("GIVE_TURN = 0;", "GIVE_TURN = 1;", None),
         ("if (GIVE_TURN) let_others_go", "if (false) let_others_go", None),
         ("if (GIVE_TURN) wait_for_others", "if (true) wait_for_others", "every thread waits"),
-        ("wgmma_wait();\n            pin(product);\n            promote(sums.left", "promote(sums.left",
+        ("wgmma_wait();\n        pin(product);\n        promote(sums.left", "promote(sums.left",
          "wrong result"),
     ],
-    ids=["nothing", "fence", "parity", "count", "turns", "no turns", "no turn given", "wait"],
+    ids=["nothing", "fence", "parity", "count", "scales", "release", "turns", "no turns", "no turn given", "wait"],
 )  # fmt: skip
 def test_simulator_misses_a_broken_protocol(tmp_path, before, after, complaint):
     library = kernels.build(tmp_path, "fp8_plain", (), (before, after) if before else None)

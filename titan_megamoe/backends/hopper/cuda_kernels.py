@@ -32,7 +32,7 @@ class Ring(NamedTuple):
     Attributes:
         stages: of the ring; 48 KB of operands each.
         pieces: 2 KB of results a warp can have on their way out.
-        scales: fp32 scales that come with a stage.
+        scales: fp32 scales that come with a stage: of its rows, of its two weight blocks, and two unused.
         registers: of a multiplying thread; the loading ones have 504 less twice that.
         give_turn: when a warpgroup lets the other multiply: 1, its products are issued; 2, three of four are
             done; 0: they do not take turns.
@@ -40,7 +40,7 @@ class Ring(NamedTuple):
 
     stages: int = 3
     pieces: int = 5
-    scales: int = COLUMN_BLOCK
+    scales: int = COLUMN_BLOCK + 4
     registers: int = 232
     give_turn: int = 0
 

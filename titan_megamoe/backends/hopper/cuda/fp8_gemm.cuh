@@ -3,7 +3,10 @@
 //
 //     acc[r, n] = Σ_b scale_a[b, r] · scale_b[expert, n / 128, b] · Σ_{k in block b} a[r, k] · b[expert, n, k]
 //
-// A multiplying thread has 128 running sums and 64 products; a stage also holds the 128 scales of its rows.
+// A multiplying thread has 128 running sums and 64 products. A stage also holds the scales of its 128 rows and of its
+// two weight blocks, so that between products nothing comes from farther away than shared memory.
+
+constexpr u32 ROW_SCALES_BYTES = ROWS * 4;
 
 // What a launch multiplies. Several segments of K are separate matrices whose products add up.
 struct Problem {
@@ -21,6 +24,10 @@ struct Problem {
 
     DEVICE int column_blocks() const { return (columns + BLOCK - 1) / BLOCK; }
     DEVICE int tile_columns() const { return BLOCK + right_column; }
+    // Of one row of blocks along K. A column block past the last one multiplies zeros: its scale only has to be one.
+    DEVICE const float* weight_scales(int layer, int column) const {
+        return scale_b + u64(layer * column_blocks() + min(column / BLOCK, column_blocks() - 1)) * k_blocks;
+    }
     DEVICE Tiles tiles() const { return Tiles(tile_expert, num_tiles, columns, tile_columns()); }
 };
 
@@ -32,17 +39,23 @@ DEVICE void fill(const Problem& p, const Shared& s, const TensorMap& a, const Te
         const Tile tile = tiles.tile();
         for (int segment = 0; segment < p.segments; ++segment) {
             const int layer = tile.expert + segment * p.experts;
+            const float* left_scales = p.weight_scales(layer, tile.column);
+            const float* right_scales = p.weight_scales(layer + p.right_layer, tile.column + p.right_column);
+            float left = __ldg(left_scales), right = __ldg(right_scales);
 #pragma unroll 1
             for (int block = 0; block < p.k_blocks; ++block) {
                 barrier_wait(s.empty(at.stage), at.round ^ 1);
-                const u32 full = s.full(at.stage), to = s.stage(at.stage);
-                barrier_expect(full, STAGE_BYTES + SCALES_BYTES);
+                const u32 full = s.full(at.stage), to = s.stage(at.stage), scales = s.scales(at.stage);
                 load_box(to, a, full, block * BLOCK, tile.row, segment);
                 load_box(to + MATRIX_BYTES, b, full, block * BLOCK, tile.column, layer);
                 load_box(to + 2 * MATRIX_BYTES, b, full, block * BLOCK, tile.column + p.right_column,
                          layer + p.right_layer);
                 const u64 row_of_blocks = segment * p.k_blocks + block;
-                load_bytes(s.scales(at.stage), p.scale_a + row_of_blocks * p.pool_rows + tile.row, SCALES_BYTES, full);
+                load_bytes(scales, p.scale_a + row_of_blocks * p.pool_rows + tile.row, ROW_SCALES_BYTES, full);
+                store_shared_pair(scales + ROW_SCALES_BYTES, left, right);
+                barrier_expect(full, STAGE_BYTES + ROW_SCALES_BYTES);
+                const int next = min(block + 1, p.k_blocks - 1);
+                left = __ldg(left_scales + next), right = __ldg(right_scales + next);
                 at.advance();
             }
         }
@@ -106,51 +119,35 @@ struct Stage {
 
 // The sums of a tile, for the 64 rows of this warpgroup. While one warpgroup promotes, the other multiplies: the
 // shorter the way from a product's end to the next one's start, the surer. So the next stage is opened under the
-// products of this one. The scales of a weight's row of blocks live in the lanes of a warp, 32 at a time.
+// products of this one.
 DEVICE void accumulate(const Problem& p, const Shared& s, const Tile& tile, Position& at, Sums& sums) {
     const u32 lane = threadIdx.x % 32;
     const u32 row = threadIdx.x / 32 * WARP_ROWS + lane / 4;
     const u32 group = __shfl_sync(~0u, threadIdx.x / 128, 0);
-    const int column_blocks = p.column_blocks();
-    const int left_block = tile.column / BLOCK;
-    // A right block past the last one multiplies zeros; its scale only has to be a readable one.
-    const int right_block = min(left_block + p.right_column / BLOCK, column_blocks - 1);
     float product[64];
 #pragma unroll
     for (int i = 0; i < 64; ++i) sums.left[i] = sums.right[i] = 0.f;
 
     Stage stage;
     stage.open(s, at, group, row);
-    int stages = p.segments * p.k_blocks;
-    for (int segment = 0; segment < p.segments; ++segment) {
-        const int layer = tile.expert + segment * p.experts;
-        const float* left_scales = p.scale_b + u64(layer * column_blocks + left_block) * p.k_blocks;
-        const float* right_scales =
-            p.scale_b + u64((layer + p.right_layer) * column_blocks + right_block) * p.k_blocks;
-        float left_of_lane = 0.f, right_of_lane = 0.f;
-        for (int block = 0; block < p.k_blocks; ++block) {
-            if (block % 32 == 0) {
-                const int mine = min(block + int(lane), p.k_blocks - 1);
-                left_of_lane = __ldg(left_scales + mine);
-                right_of_lane = __ldg(right_scales + mine);
-            }
-            multiply(product, stage.a, stage.b, FIRST_TURN + group);
-            const float left = __shfl_sync(~0u, left_of_lane, block % 32);
-            const float right = __shfl_sync(~0u, right_of_lane, block % 32);
-            const float upper = stage.upper * right, lower = stage.lower * right;
-            wgmma_wait();
-            pin(product);
-            promote(sums.left, product, stage.upper * left, stage.lower * left);
+#pragma unroll 1
+    for (int stages = p.segments * p.k_blocks; stages > 0; --stages) {
+        float left, right;
+        multiply(product, stage.a, stage.b, FIRST_TURN + group);
+        load_shared_pair(s.scales(at.stage) + ROW_SCALES_BYTES, left, right);
+        const float upper = stage.upper * right, lower = stage.lower * right;
+        wgmma_wait();
+        pin(product);
+        promote(sums.left, product, stage.upper * left, stage.lower * left);
 
-            multiply(product, stage.a, stage.b + MATRIX_BYTES / 16, FIRST_TURN + group);
-            const u32 used = s.empty(at.stage);
-            at.advance();
-            if (--stages > 0) stage.open(s, at, group, row);
-            wgmma_wait();
-            pin(product);
-            if (lane == 0) barrier_arrive(used);
-            promote(sums.right, product, upper, lower);
-        }
+        multiply(product, stage.a, stage.b + MATRIX_BYTES / 16, FIRST_TURN + group);
+        const u32 used = s.empty(at.stage);
+        at.advance();
+        if (stages > 1) stage.open(s, at, group, row);
+        wgmma_wait();
+        pin(product);
+        if (lane == 0) barrier_arrive(used);
+        promote(sums.right, product, upper, lower);
     }
 }
 
