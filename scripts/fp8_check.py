@@ -342,6 +342,11 @@ def source_with(changes: list[tuple[str, str]]) -> Iterator[None]:
         cuda_kernels._loaded.cache_clear()
 
 
+LAG = """        if (threadIdx.x >= 128) {{
+            barrier_wait(s.full(0), 0);
+            for (const long long begin = clock64(); clock64() - begin < {cycles};) {{}}
+        }}
+"""
 TURNS: dict[str, list[tuple[str, str]]] = {
     "opened late": [
         ("        if (stages > 1) stage.open(s, at, group, row);\n", ""),
@@ -352,6 +357,8 @@ TURNS: dict[str, list[tuple[str, str]]] = {
     ],
     "in turn": [("GIVE_TURN = 0;", "GIVE_TURN = 1;")],
     "in turn, early": [("GIVE_TURN = 0;", "GIVE_TURN = 2;")],
+    "second lags 600": [("        open_turns();\n", "        open_turns();\n" + LAG.format(cycles=600))],
+    "second lags 1200": [("        open_turns();\n", "        open_turns();\n" + LAG.format(cycles=1200))],
     "freely, again": [],
 }
 """When a warpgroup opens a stage, and when it lets the other multiply: never a bit of the result."""

@@ -232,7 +232,8 @@ def test_simulator_misses_a_broken_weight_gradient(tmp_path, monkeypatch, before
         ("wgmma_wait();\n        pin(product);\n        promote(sums.left", "promote(sums.left",
          "wrong result"),
     ],
-    ids=["nothing", "fence", "parity", "count", "scales", "release", "turns", "no turns", "no turn given", "wait"],
+    ids=["nothing", "fence", "parity", "count", "scales", "release", "turns", "no turns", "no turn given",
+         "wait"],
 )  # fmt: skip
 def test_simulator_misses_a_broken_protocol(tmp_path, before, after, complaint):
     library = kernels.build(tmp_path, "fp8_plain", (), (before, after) if before else None)
