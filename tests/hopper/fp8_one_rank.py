@@ -91,6 +91,20 @@ def case(*shape, needs=ALL, wgrad="bf16"):
     assert all(e <= LIMIT for e in errors.values()), errors
 
 
+def in_one_launch(*shapes):
+    """Dispatch inside GEMM1 gives the bits of an expansion before it."""
+    for shape in shapes:
+        arguments = inputs(*shape)
+        before = layer(arguments)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fp8_backend, "DISPATCH_IN_GEMM1", True)
+            patch.setattr(fp8_backend, "expand_fp8", None)
+            inside = layer(arguments)
+        assert all(
+            torch.equal(a, b) for a, b in zip(vars(inside).values(), vars(before).values(), strict=True)
+        ), shape
+
+
 def finite(result):
     return {
         name: bool(getattr(result, name).isfinite().all())
@@ -139,6 +153,7 @@ def main():
             ):
                 case(9, 1, 2, 256, 128, needs=needs, wgrad=wgrad)
         case(140, 1, 1, 144, 80, wgrad="fp8")
+        in_one_launch((140, 1, 1, 144, 80), (21, 2, 3, 144, 208))
         for wgrad in ("bf16", "fp8"):
             faults(wgrad)
     print("ok")

@@ -26,6 +26,8 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     [
         ("fp8_plain", ()),
         ("fp8_up", ("SAVE",)),
+        ("fp8_up", ("SAVE", "DISPATCH")),
+        ("fp8_up", ("DISPATCH",)),
         ("fp8_down_backward", ("WRITE_GRADS", "WRITE_H")),
         ("fp8_down_backward", ("WRITE_GRADS", "WRITE_H", "COLUMNS")),
         ("fp8_wgrad", ()),

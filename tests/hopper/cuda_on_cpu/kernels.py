@@ -31,6 +31,9 @@ class CpuMap:
 
 
 class CpuKernel:
+    seed = 1
+    """Of the order in which warps and copies advance."""
+
     def __init__(self, library: ctypes.CDLL, name: str, kinds: tuple[str, ...]) -> None:
         library.launch.restype = ctypes.c_char_p
         self.library, self.name, self.kinds = library, name, kinds
@@ -38,7 +41,7 @@ class CpuKernel:
     def launch(self, blocks: int, arguments: Sequence[Any], device: Any) -> None:
         values = [_pack(kind, value) for kind, value in zip(self.kinds, arguments, strict=True)]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
-        error = self.library.launch(blocks, ctypes.c_uint64(1), pointers)
+        error = self.library.launch(blocks, ctypes.c_uint64(self.seed), pointers)
         assert not error, f"{self.name}: {error.decode()}"
 
 

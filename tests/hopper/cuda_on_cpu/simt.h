@@ -7,6 +7,7 @@
 
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -14,6 +15,7 @@
 #include <deque>
 #include <functional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -83,6 +85,7 @@ struct Fiber {
     std::vector<char> stack;
     bool done = false;
     std::vector<u32> unfenced;
+    u64 fenced = 0;  // stores to global memory up to this one are seen by the thread's copies
     std::vector<Product> products;
     std::vector<Store> stores;
     std::vector<Group*> groups;
@@ -153,12 +156,32 @@ DEVICE void wait_for_others(u32 number) {
     while (numbered[number].generation == mine) yield_fiber();
 }
 DEVICE void __syncwarp() { meet(warps[current / 32], 32, current % 32, 0, 0); }
-DEVICE u32 __shfl_sync(u32, u32 value, int lane) {
-    return meet(warps[current / 32], 32, current % 32, value, lane);
+template <typename T>
+DEVICE T __shfl_sync(u32, T value, int lane) {
+    u32 words[(sizeof(T) + 3) / 4];
+    memcpy(words, &value, sizeof(T));
+    for (u32& word : words) word = meet(warps[current / 32], 32, current % 32, word, lane);
+    memcpy(&value, words, sizeof(T));
+    return value;
 }
-DEVICE float __shfl_sync(u32, float value, int lane) {
-    return float_of(meet(warps[current / 32], 32, current % 32, bits_of(value), lane));
+// What all lanes of the warp bring.
+static const u32* gather(u32 value) {
+    Rendezvous& warp = warps[current / 32];
+    const u32* slots = warp.slot[warp.generation & 1];
+    meet(warp, 32, current % 32, value, 0);
+    return slots;
 }
+DEVICE u32 __ballot_sync(u32, bool vote) {
+    const u32* votes = gather(vote);
+    u32 all = 0;
+    for (int i = 0; i < 32; ++i) all |= votes[i] << i;
+    return all;
+}
+DEVICE u32 __reduce_max_sync(u32, u32 value) {
+    const u32* values = gather(value);
+    return *std::max_element(values, values + 32);
+}
+DEVICE int __ffs(u32 bits) { return __builtin_ffs(int(bits)); }
 DEVICE float __shfl_xor_sync(u32 mask, float value, int other) {
     return __shfl_sync(mask, value, current % 32 ^ other);
 }
@@ -225,11 +248,24 @@ static void for_box(const TensorMap& map, u32 base, const int (&at)[3], Visit vi
         }
 }
 
+static u64 stores;                          // to global memory by ordinary instructions
+static std::unordered_map<u64, u64> stored;  // the last of them, by the 16 bytes that it wrote
+
+static void stored_to(void* at) { stored[u64(at) / 16] = ++stores; }
+
+static void check_fenced(const void* at, u64 fenced) {
+    const auto last = stored.find(u64(at) / 16);
+    if (last != stored.end() && last->second > fenced && error.empty())
+        error = "a copy reads what was stored after its thread's last fence";
+}
+
 DEVICE void load_box(u32 to, const TensorMap& map, u32 barrier, int x, int y, int z) {
     const int at[3] = {x, y, z};
     for_box(map, to, at, [&](u32 s, char*) { memset(shared + s, 0xFF, map.element); });
+    const u64 fenced = fibers[current].fenced;
     pending_loads.push_back([=] {
         for_box(map, to, at, [&](u32 s, char* g) {
+            if (g && u64(g) % 16 == 0) check_fenced(g, fenced);
             if (g) memcpy(shared + s, g, map.element);
             else memset(shared + s, 0, map.element);
         });
@@ -242,7 +278,9 @@ DEVICE void load_box(u32 to, const TensorMap& map, u32 barrier, int x, int y, in
 DEVICE void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
     if (to % 16 || u64(from) % 16 || bytes % 16) fail("a bulk copy is misaligned");
     memset(shared + to, 0xFF, bytes);
+    const u64 fenced = fibers[current].fenced;
     pending_loads.push_back([=] {
+        for (u32 i = 0; i < bytes; i += 16) check_fenced((const char*)from + i, fenced);
         memcpy(shared + to, from, bytes);
         Barrier& b = barrier_at(barrier);
         b.bytes -= bytes;
@@ -359,9 +397,11 @@ DEVICE u32 load_acquire(const u32* counter) {
     yield_fiber();
     return *counter;
 }
+static int sleeps;  // of all threads, since a counter changed
 DEVICE void add_release(u32* counter, u32 value) {
     *counter += value;
     ++progress;
+    sleeps = 0;
 }
 DEVICE u32 take(u32* counter, u32 value) {
     yield_fiber();
@@ -369,7 +409,8 @@ DEVICE u32 take(u32* counter, u32 value) {
     add_release(counter, value);
     return before;
 }
-DEVICE void fence_async_proxy_global() {}
+DEVICE u32 take_one(u32* counter) { return take(counter, 1); }
+DEVICE void fence_async_proxy_global() { fibers[current].fenced = stores; }
 
 struct Words {
     u32 at[4];
@@ -384,8 +425,18 @@ DEVICE Words load_words(const void* from) {
 DEVICE void store_words(void* to, const Words& w) {
     if (u64(to) % 16) fail("a store of 16 bytes is misaligned");
     memcpy(to, &w, 16);
+    stored_to(to);
 }
-DEVICE void sleep_ns(u32) { yield_fiber(); }
+DEVICE float load_float(const float* from) { return *from; }
+DEVICE void store_float(float* to, float value) {
+    *to = value;
+    stored_to(to);
+}
+// Who polls meets its warp again and again, which is no progress.
+DEVICE void sleep_ns(u32) {
+    if (++sleeps > 100000) fail("every thread waits");
+    yield_fiber();
+}
 
 // --- plain memory and arithmetic --------------------------------------------------------------------------
 
@@ -509,7 +560,7 @@ static void run_block() {
     for (int i = 0; i < BLOCK_THREADS; ++i) {
         Fiber& f = fibers[i];
         f.done = false;
-        f.unfenced.clear(), f.products.clear(), f.stores.clear(), f.groups.clear();
+        f.fenced = 0, f.unfenced.clear(), f.products.clear(), f.stores.clear(), f.groups.clear();
         f.stack.resize(128 * 1024);
         getcontext(&f.context);
         f.context.uc_stack.ss_sp = f.stack.data();
@@ -557,6 +608,8 @@ template <typename... A>
 static const char* launch_all(void (*kernel)(A...), int blocks, u64 seed, void** arguments) {
     for (int i = 0; i < 256; ++i) e4m3_table[i] = e4m3_value(i);
     random_state = seed;
+    stores = 0, stored.clear();
+    sleeps = 0;
     gridDim.x = blocks;
     body = [=] { call(kernel, arguments, std::index_sequence_for<A...>{}); };
     for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {

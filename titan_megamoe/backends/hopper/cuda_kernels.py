@@ -62,6 +62,9 @@ def ring(name: str) -> Ring:
     return RINGS.get(name, Ring())
 
 
+PARTS = {"fp8_up": ("dispatch.cuh",)}
+"""Files of cuda/ that one kernel has beside those of all."""
+
 ONE_PER_SM = GemmConfig()
 
 
@@ -75,7 +78,7 @@ def cuda_source(name: str) -> str:
         f"constexpr unsigned MATH_REGISTERS = {registers};\n"
         f"constexpr int HOST_SHARED_BYTES = {sizes.shared_bytes};"
     )
-    files = ("ptx.cuh", "ring.cuh", "fp8_gemm.cuh", f"{name}.cu")
+    files = ("ptx.cuh", "ring.cuh", "fp8_gemm.cuh", *PARTS.get(name, ()), f"{name}.cu")
     return "\n".join([head, *((folder / file).read_text() for file in files)])
 
 

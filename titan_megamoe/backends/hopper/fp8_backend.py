@@ -1,8 +1,8 @@
 """The fused backend in every precision: bf16, and `fp8` and `fp8_bwd` as docs/design_fp8.md draws them.
 
 Forward (`fp8`): tokens are quantized where they are, cross NVLink as e4m3 and scales, and are expanded into
-the pool; nothing but the plan and the pre-activations is saved. `fp8_bwd` has the forward of bf16 and keeps
-the tokens that it received.
+the pool, before GEMM1 or inside it; nothing but the plan and the pre-activations is saved. `fp8_bwd` has the
+forward of bf16 and keeps the tokens that it received.
 
 Backward: dy crosses in bf16 where w2 needs a gradient and is quantized on arrival, else as e4m3; x crosses
 in bf16 once more where w1 or w3 do (not in `fp8_bwd`). With bf16 weight gradients both are expanded into
@@ -34,6 +34,7 @@ from ..base import Begun, Gradients, MoECall
 from .backend import FusedBackend, _activation, _open, _prepare, _resumable, _signature, _unbroken
 from .combine import combine
 from .expand import expand
+from .fp8_dispatch import MAX_TOP_K, Dispatch, progress_words
 from .fp8_expand import expand_both, expand_fp8, expand_kept, receive
 from .fp8_gemm import Fp8Rows, gemm_down_backward_fp8, gemm_plain_fp8, gemm_up_fp8, why_no_kernels
 from .fp8_quantize import check_fp8_dims, quantize_rows
@@ -46,11 +47,23 @@ from .wgrad import wgrad_down, wgrad_up
 
 CACHE_BYTES = 4 << 30
 """Bound on quantized weights kept between forward, recompute and backward."""
+DISPATCH_IN_GEMM1 = False
+"""Whether warps of GEMM1 that are idle otherwise expand a forward's tokens (cuda/dispatch.cuh), instead of a
+launch before it. Off until timed: the whole forward decides (scripts/fused_stages.py --precision fp8).
+"""
 
 
 class Fp8FusedBackend(FusedBackend):
     def __init__(self) -> None:
         self.weights = WeightCache(CACHE_BYTES)
+
+    def expands(self, call: MoECall) -> bool:
+        """In fp8, whether the expansion is a launch of its own; the same bits either way."""
+        if call.config.precision != "fp8":
+            return super().expands(call)
+        if self.first_half == "auto":
+            return not DISPATCH_IN_GEMM1 or call.top_k > MAX_TOP_K
+        return self.first_half == "expanded"
 
     def unavailable(
         self, device: torch.device, group: dist.ProcessGroup | None, config: MegaMoEConfig
@@ -73,6 +86,7 @@ class Fp8FusedBackend(FusedBackend):
         signature = _signature(call, shape, Phase.FORWARD if save else Phase.INFERENCE)
         with _unbroken(workspace, call.x.device):
             plan = RoutingPlan.empty(shape, call.x.device)
+            progress = None if self.expands(call) else plan.flat.new_zeros(progress_words(shape))
             publish(
                 call.x, workspace.x, copy_x=False,
                 routing=(call.topk_ids, call.topk_weights, workspace.ids, workspace.weights,
@@ -85,8 +99,14 @@ class Fp8FusedBackend(FusedBackend):
                 workspace.report, signature,
             )  # fmt: skip
             w13, w2 = self.weights.get(call.w1, call.w3, call.w2)
+            dispatch = None
+            if progress is None:
+                x8 = _dispatch(plan, local, workspace)
+            else:
+                x8 = Fp8Rows.empty(1, shape.pool_rows, call.hidden, call.x.device)
+                dispatch = Dispatch(plan, local, _symmetric(workspace), workspace.delta, progress)
             h, gate_up = gemm_up_fp8(
-                _dispatch(plan, local, workspace), w13, plan.row_weight, plan.tiles, save=save,
+                x8, w13, plan.row_weight, plan.tiles, save=save, dispatch=dispatch,
                 reserved_sms=config.reserved_sms,
             )  # fmt: skip
 
@@ -192,9 +212,13 @@ def _quantize_to_share(rows_TH: Tensor, workspace: Workspace) -> tuple[Tensor, T
 
 def _dispatch(plan: RoutingPlan, local: tuple[Tensor, Tensor], workspace: Workspace) -> Fp8Rows:
     """The pool's quantized rows, from this rank's and the peers' tokens."""
-    shared = workspace.geometry.world > 1
-    remote = (workspace.rows8, workspace.scales) if shared else local
-    return expand_fp8(plan, local, remote, workspace.delta, from_peers=shared)
+    remote = _symmetric(workspace)
+    return expand_fp8(plan, local, remote or local, workspace.delta, from_peers=remote is not None)
+
+
+def _symmetric(workspace: Workspace) -> tuple[Tensor, Tensor] | None:
+    """This rank's quantized rows as peers see them; None without peers."""
+    return (workspace.rows8, workspace.scales) if workspace.geometry.world > 1 else None
 
 
 _WeightGradients = tuple[Tensor | None, Tensor | None, Tensor | None]

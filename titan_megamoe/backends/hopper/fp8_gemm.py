@@ -12,7 +12,7 @@ Sources need nvcc or NVRTC once (jit/). Nothing here checks the GPU: the backend
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from .cuda_kernels import (
     operand_map,
     store_map,
 )
+from .fp8_dispatch import KINDS as DISPATCH_KINDS
+from .fp8_dispatch import Dispatch
 from .fp8_quantize import QuantizedWeight, check_fp8_dims
 from .fp8_wgrad import Fp8Columns
 from .gemm_common import check_matrix, check_pool
@@ -82,6 +84,8 @@ class DownBackwardFp8(NamedTuple):
 VARIANTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("fp8_up", ()),
     ("fp8_up", ("SAVE",)),
+    ("fp8_up", ("DISPATCH",)),
+    ("fp8_up", ("SAVE", "DISPATCH")),
     ("fp8_plain", ()),
     ("fp8_down_backward", ()),
     ("fp8_down_backward", ("WRITE_GRADS",)),
@@ -129,16 +133,18 @@ def gemm_up_fp8(
     tiles: PoolTiles,
     *,
     save: bool = True,
+    dispatch: Dispatch | None = None,
     reserved_sms: int = 0,
 ) -> tuple[Fp8Rows, Tensor | None]:
     """Gate and up projections, SwiGLU and top-k weight, for the rows of the tiles in use.
 
     Args:
-        x: (1, P, H) rows.
+        x: (1, P, H) rows; with `dispatch` memory for them, which this launch writes.
         w13: 2e layers (I, H): W1 of all experts, then W3.
         weight_R: (P,) fp32 top-k weight of each row.
         tiles: the pool's tables; read on the device.
         save: also write the pre-activations that the backward needs.
+        dispatch: where the rows come from; None: they are there.
         reserved_sms: SMs left to other streams.
 
     Returns:
@@ -159,6 +165,11 @@ def gemm_up_fp8(
     h = Fp8Rows.empty(1, rows, intermediate, device)
     gate_up = x.data.new_empty(2, rows, intermediate, dtype=torch.bfloat16) if save else None
     kinds = ("map",) * 4 + ("ptr",) * 4 + _TABLES + ("i32",)
+    source: tuple[Any, ...] = ()
+    if dispatch is not None:
+        dispatch.check(x.data)
+        kinds += DISPATCH_KINDS
+        source = dispatch.arguments(x.data, x.scale)
     h_map = store_map(h.data)
     launch(
         "fp8_up", kinds,
@@ -166,9 +177,10 @@ def gemm_up_fp8(
             operand_map(x.data), operand_map(w13.data), h_map,
             h_map if gate_up is None else store_map(gate_up),
             x.scale, w13.scale, h.scale, weight_R, tiles.tile_expert, tiles.num_tiles, rows, intermediate,
-            cdiv(hidden, BLOCK), experts,
+            cdiv(hidden, BLOCK), experts, *source,
         ),
-        device, reserved_sms=reserved_sms, defines=("SAVE",) * save,
+        device, reserved_sms=reserved_sms,
+        defines=("SAVE",) * save + ("DISPATCH",) * (dispatch is not None),
     )  # fmt: skip
     return h, gate_up
 

@@ -31,12 +31,21 @@ struct Problem {
     DEVICE Tiles tiles() const { return Tiles(tile_expert, num_tiles, columns, tile_columns()); }
 };
 
-// One thread: fill the stages of all tiles of this block. `more(tile, position)` fills what an epilogue loads.
-template <typename More>
-DEVICE void fill(const Problem& p, const Shared& s, const TensorMap& a, const TensorMap& b, More more) {
+// Rows that were there before the launch.
+struct AlwaysReady {
+    DEVICE void operator()(const Tile&) const {}
+};
+
+// Fill the stages of all tiles of this block: the thread that begins warpgroup 2, or all of its warp, where `ready`
+// needs that to wait for a tile's rows. `more(tile, position)` fills what an epilogue loads.
+template <typename More, typename Ready = AlwaysReady>
+DEVICE void fill(const Problem& p, const Shared& s, const TensorMap& a, const TensorMap& b, More more,
+                 Ready ready = Ready()) {
     Position at;
     for (Tiles tiles = p.tiles(); tiles.more(); tiles.advance()) {
         const Tile tile = tiles.tile();
+        ready(tile);
+        if (threadIdx.x != MATH_THREADS) continue;
         for (int segment = 0; segment < p.segments; ++segment) {
             const int layer = tile.expert + segment * p.experts;
             const float* left_scales = p.weight_scales(layer, tile.column);

@@ -7,6 +7,15 @@
 // A tile is 128 rows × 128 columns of I, gate and up side by side: its rows' 128 values are one scale block, held
 // by four threads. So h' is quantized from the fp32 registers and never read back. The 1×128 scale is that of
 // precision/quantize.py; NaN and Inf stay in their row's block.
+//
+// With DISPATCH the rows of x are written here, ahead of the tiles, by the other three warps of the filling one's
+// warpgroup: dispatch.cuh.
+
+#ifdef DISPATCH
+constexpr u32 UP_REGISTERS = MATH_REGISTERS - 16;  // the warps that dispatch need 72
+#else
+constexpr u32 UP_REGISTERS = MATH_REGISTERS;
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_up(
     const __grid_constant__ TensorMap x,        // (1, P, H) e4m3, box (1, 128, 128)
@@ -17,16 +26,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_up(
     const float* scale_w13,                     // (2e, ⌈I/128⌉, ⌈H/128⌉)
     float* scale_h,                             // (⌈I/128⌉, P)
     const float* weight,                        // (P) top-k weight of each row
-    const int* tile_expert, const int* num_tiles, int pool_rows, int columns, int k_blocks, int experts) {
+    const int* tile_expert, const int* num_tiles, int pool_rows, int columns, int k_blocks, int experts
+#ifdef DISPATCH
+    ,
+    const unsigned char* local, const unsigned char* remote, const float* local_scale, const float* remote_scale,
+    const long long* delta, unsigned char* pool, float* pool_scale, const int* row_source, const int* slot_row,
+    const int* recv_token, const int* recv_count, u32* progress, int hidden, int max_tokens, int top_k
+#endif
+) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Problem p{scale_x, scale_w13, tile_expert, num_tiles, pool_rows, columns, k_blocks, 1, experts,
                     experts, 0};
     const Shared s = open_block(shared);
     if (threadIdx.x >= MATH_THREADS) {
-        registers_down<LOAD_REGISTERS>();
-        if (threadIdx.x == MATH_THREADS) fill(p, s, x, w13, [](const Tile&, Position&) {});
+        registers_down<LOAD_REGISTERS + 2 * (MATH_REGISTERS - UP_REGISTERS)>();
+        const auto nothing_more = [](const Tile&, Position&) {};
+#ifdef DISPATCH
+        const int used_rows = ROWS * __ldg(num_tiles);
+        const Dispatch d{local,      remote,   local_scale, remote_scale, delta,     pool,
+                         pool_scale, row_source, slot_row,  recv_token,   recv_count, progress,
+                         hidden,     k_blocks, pool_rows,   used_rows,    max_tokens, top_k};
+        const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+        if (warp == WARPS) {
+            Written written{d};
+            fill(p, s, x, w13, nothing_more, [&](const Tile& tile) { written.wait(tile); });
+        } else {
+            dispatch(d, warp - WARPS - 1);
+        }
+#else
+        if (threadIdx.x == MATH_THREADS) fill(p, s, x, w13, nothing_more);
+#endif
     } else {
-        registers_up<MATH_REGISTERS>();
+        registers_up<UP_REGISTERS>();
         open_turns();
         const u32 lane = threadIdx.x % 32;
         const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);

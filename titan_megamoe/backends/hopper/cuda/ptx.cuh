@@ -175,6 +175,16 @@ DEVICE u32 take(u32* counter, u32 value) {
     return before;
 }
 
+// take(counter, 1), of less than 2^31 in all. An addition is combined over the warp, which waits for the sum at once.
+DEVICE u32 take_one(u32* counter) {
+    u32 before;
+    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(counter), "r"(0x7FFFFFFF)
+                 : "memory");
+    return before;
+}
+
 // Between accesses to global memory by ordinary instructions and by the copy engine, on the side of either.
 DEVICE void fence_async_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
@@ -195,6 +205,16 @@ DEVICE Words load_words(const void* from) {
 DEVICE void store_words(void* to, const Words& w) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(w.at[0]), "r"(w.at[1]), "r"(w.at[2]),
                  "r"(w.at[3]) : "memory");
+}
+
+DEVICE float load_float(const float* from) {
+    float value;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(from) : "memory");
+    return value;
+}
+
+DEVICE void store_float(float* to, float value) {
+    asm volatile("st.global.f32 [%0], %1;" ::"l"(to), "f"(value) : "memory");
 }
 
 DEVICE void sleep_ns(u32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns) : "memory"); }
