@@ -164,7 +164,7 @@ def gemm_up_fp8(
     check_matrix("weight_R", weight_R, (rows,), torch.float32)
     h = Fp8Rows.empty(1, rows, intermediate, device)
     gate_up = x.data.new_empty(2, rows, intermediate, dtype=torch.bfloat16) if save else None
-    kinds = ("map",) * 4 + ("ptr",) * 4 + _TABLES + ("i32",)
+    kinds: tuple[str, ...] = ("map",) * 4 + ("ptr",) * 4 + _TABLES + ("i32",)
     source: tuple[Any, ...] = ()
     if dispatch is not None:
         dispatch.check(x.data)
