@@ -206,6 +206,9 @@ def check_other_version() -> None:
         before = len(triton_launch._kinds)
         launch_triton(plain_kernel, (1,), *args, **named, num_stages=7)
         assert len(triton_launch._kinds) == before
+    known = triton_launch.KNOWN_ARGUMENTS
+    assert triton_launch._known_triton and triton_launch._knows("3.6.1", known)
+    assert not triton_launch._knows("3.7.0", known) and not triton_launch._knows("3.6.0", known + "O")
 
 
 def check_other_arguments() -> None:

@@ -12,13 +12,14 @@ Two calls are of one kind if nothing that Triton compiles for differs: kernel an
     int           whether it is 1, whether it is a multiple of 16, whether it needs 64 bits
     descriptor    class, dtype, block, layout, padding; its tensor map is kept for each address and shape
 
-All else goes Triton's own way every time: the interpreter, another version of Triton (this reads what 3.6
-keeps inside), kernels with scratch memory, launch hooks (profilers), other kinds of arguments. Triton's
-TRITON_DEBUG and instrumentation settings are those of the first call of a kind.
+All else goes Triton's own way every time: the interpreter, another version or build of Triton (this reads
+what 3.6 keeps inside), kernels with scratch memory, launch hooks (profilers), other kinds of arguments.
+Triton's TRITON_DEBUG and instrumentation settings are those of the first call of a kind.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -33,14 +34,22 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 KNOWN_TRITON = "3.6."
 """Beginning of the versions whose launchers this file knows."""
-_known_triton = triton.__version__.startswith(KNOWN_TRITON)
+KNOWN_ARGUMENTS = "iiiKKppOOOOOO"
+"""What their C functions take before the kernel's own arguments, as they spell it: builds may differ."""
+
+
+def _knows(version: str, arguments: str) -> bool:
+    return version.startswith(KNOWN_TRITON) and arguments == KNOWN_ARGUMENTS
+
 
 _JIT: tuple[type, ...] = ()
-if _known_triton:
-    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST, CudaLauncher
+_known_triton = False
+with contextlib.suppress(ImportError):  # of a name that another Triton does not have
+    from triton.backends.nvidia.driver import _BASE_ARGS_FORMAT, TMA_DTYPE_DEVICE_TO_HOST, CudaLauncher
     from triton.experimental.gluon._runtime import GluonJITFunction
 
     _JIT = (JITFunction, GluonJITFunction)
+    _known_triton = _knows(triton.__version__, _BASE_ARGS_FORMAT)
 _DESCRIPTORS = (TensorDescriptor, GluonDescriptor)
 _NAMED = (bool, int, float, str, type(None))
 _INT32 = 1 << 31
