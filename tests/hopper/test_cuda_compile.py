@@ -54,8 +54,12 @@ def test_script_times_text_that_no_kernel_has(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
     import fp8_check
 
-    for change in (*fp8_check.TURNS.values(), *fp8_check.ABLATIONS.values()):
-        for name in ("fp8_plain", "fp8_up"):
+    gemms = ("fp8_plain", "fp8_up")
+    for change, names in (
+        *((change, (*gemms, "fp8_down_backward", "fp8_wgrad")) for change in fp8_check.TURNS.values()),
+        *((change, gemms) for change in fp8_check.ABLATIONS.values()),
+    ):
+        for name in names:
             text = cuda_kernels.cuda_source(name)
             with fp8_check.source_with(change):
                 assert (cuda_kernels.cuda_source(name) != text) == bool(change)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
     world, rank = dist.get_world_size(), dist.get_rank()
     group = dist.group.WORLD if world > 1 else None
     mesh = dist.init_device_mesh("cuda", (world,), mesh_dim_names=("ep",)) if world > 1 else None
-    console = Console(quiet=rank != 0)
+    # Into a file, where rich finds no width, as wide as the table.
+    console = Console(quiet=rank != 0, width=None if sys.stdout.isatty() else 140)
     environment = records.environment(args.commit)
     made: list[dict[str, Any]] = []
     failed = 0
