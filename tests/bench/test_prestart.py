@@ -42,6 +42,19 @@ def test_a_held_process_runs_before_its_turn_or_as_another_program(tmp_path: Pat
     assert json.loads(out.read_text()) == [str(out), "--steps=2"]
 
 
+def test_torchtitans_trainer_is_held_with_options_that_are_not_its_own(tmp_path: Path) -> None:
+    """It takes the options that it finds when it is imported."""
+    gate = tmp_path / "gate"
+    gate.touch()
+    held = subprocess.run(
+        [sys.executable, *HELD, str(gate), str(os.getpid()), "torchtitan.train", "--no.such_option=1"],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    said = held.stdout + held.stderr
+    assert held.returncode == 2 and "no.such_option" in said and str(gate) not in said, said
+
+
 def test_a_held_process_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
     launcher = subprocess.Popen([sys.executable, "-c", ""])
     launcher.wait()

@@ -22,6 +22,7 @@ _POLL_S = 0.2
 def main() -> None:
     """Run the module named third once the file named first exists; the other arguments are the module's."""
     gate, launcher, module, *arguments = sys.argv[1:]
+    sys.argv = [module, *arguments]  # which TorchTitan reads as it is imported
     # Another module than TorchTitan's own trainer has to prepare what TorchTitan then finds.
     importlib.import_module(module if module == "torchtitan.train" else "torch")
     parent = os.getppid()
@@ -29,7 +30,6 @@ def main() -> None:
         if os.getppid() != parent or not _lives(int(launcher)):  # torchrun outlives a launcher that is killed
             raise SystemExit(f"the launcher ended before {gate} appeared")
         time.sleep(_POLL_S)
-    sys.argv = [module, *arguments]
     warnings.filterwarnings("ignore", "'.*' found in sys.modules", RuntimeWarning)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
