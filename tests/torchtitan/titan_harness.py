@@ -45,7 +45,7 @@ class Runs:
 
     def _launch(self, suite: str, command: list[str]) -> dict[str, Any] | str:
         out = self.folder / f"{suite}.json"
-        path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+        path = os.pathsep.join(filter(None, (str(REPOSITORY), str(HERE), os.environ.get("PYTHONPATH"))))
         environment = os.environ | {
             "PYTHONPATH": path,
             "OMP_NUM_THREADS": "1",

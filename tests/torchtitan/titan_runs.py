@@ -8,15 +8,9 @@ test_parity.py judge. All runs of a suite share one start of the processes, whic
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
-import logging
-import re
-import sys
 import time
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +21,17 @@ from titan_megamoe.torchtitan import cpu_shim
 cpu_shim.apply()
 
 import torch.distributed as dist  # noqa: E402
-import torch.distributed.checkpoint as dcp  # noqa: E402
 import torchtitan.train as titan_train  # noqa: E402
+from shared_runs import (  # noqa: E402
+    CALM,
+    count_forwards,
+    layout,
+    made_once,
+    main,
+    options_of,
+    train,
+)
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
 from torchtitan.components.optimizer import (  # noqa: E402
     build_optimizers_with_moe_load_balancing,
 )
@@ -39,22 +40,12 @@ from torchtitan.models import qwen3  # noqa: E402
 from torchtitan.models.moe import MoE, MoEArgs  # noqa: E402
 from torchtitan.protocols import train_spec  # noqa: E402
 
-from titan_megamoe.backends.all_to_all import AllToAllBackend  # noqa: E402
 from titan_megamoe.torchtitan import register  # noqa: E402
 from titan_megamoe.torchtitan.moe import MegaMoE  # noqa: E402
 
 STEPS = 8
-CALM = (
-    "--training.mixed_precision_param=float32",
-    "--training.seq_len=256",
-    "--optimizer.lr=1e-4",
-)
-"""A job in which bf16 rounding seldom turns into another choice of expert, for `reference`."""
-
 FORCED = "--debug.moe_force_load_balance"
 """TorchTitan's switch for routing in turn: rounding cannot change the choice of an expert at all."""
-
-STEP_LINE = re.compile(r"step:\s+(\d+)\s+loss:\s+(\S+)\s+grad_norm:\s+(\S+)")
 
 # Rank 0 sleeps two seconds after every training, which a dozen short runs need not.
 titan_train.time = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
@@ -96,12 +87,8 @@ class Runner:
         self.count = 0
 
     def weights(self, flavor: str) -> Path:
-        """A full checkpoint of the flavour, made on first use."""
         path = self.folder / f"weights-{flavor}-{dist.get_world_size()}"
-        if dist.get_rank() == 0 and not path.exists():
-            _save_full_weights(path, flavor)
-        dist.barrier()
-        return path
+        return made_once(path, lambda: qwen3.Qwen3Model(qwen3.qwen3_args[flavor]))
 
     def trainer(self, *arguments: str, **options: Any) -> titan_train.Trainer:
         """Arguments are TorchTitan's; options: backend (None = stock), ep, ac, steps."""
@@ -109,15 +96,7 @@ class Runner:
 
     def train(self, *arguments: str, **options: Any) -> dict[str, Any]:
         """Train and return what TorchTitan printed, by step, and the trainer."""
-        trainer = self.trainer(*arguments, **options)
-        printed = _Printed()
-        logging.getLogger().addHandler(printed)
-        try:
-            trainer.train()
-        finally:
-            logging.getLogger().removeHandler(printed)
-            trainer.close()
-        return {"printed": printed.steps, "trainer": trainer}
+        return train(self.trainer(*arguments, **options))
 
     def _arguments(
         self,
@@ -152,65 +131,15 @@ class Runner:
         if backend is not None:
             arguments["model.converters"] = "mega_moe"
             arguments["mega_moe.backend"] = backend
-        flags = ["--metrics.disable_color_printing", "--checkpoint.enable"]
-        if not any(argument.startswith("--checkpoint.") for argument in extra):
-            flags.append("--checkpoint.load_only")
-        pairs = [f"--{key}={value}" for key, value in arguments.items()]
-        return [*pairs, *flags, *extra]
-
-
-class _Printed(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: list[tuple[str, str]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        match = STEP_LINE.search(record.getMessage())
-        if match:
-            self.steps.append((match[2], match[3]))
+        return options_of(arguments, extra)
 
 
 def _trainer(arguments: list[str]) -> titan_train.Trainer:
     return titan_train.Trainer(ConfigManager().parse_args(arguments))
 
 
-def _save_full_weights(path: Path, flavor: str) -> None:
-    """One full checkpoint from one generator, so that no two experts are alike on any sharding."""
-    with torch.device("meta"):
-        model = qwen3.Qwen3Model(qwen3.qwen3_args[flavor])
-    generator = torch.Generator().manual_seed(17)
-    state = {}
-    for key, value in model.state_dict().items():
-        if "norm" in key:
-            state[key] = torch.rand(value.shape, generator=generator) + 0.5
-        elif key.endswith("expert_bias"):
-            state[key] = torch.zeros(value.shape)
-        else:
-            # A wide gate: a near tie in the router would turn rounding into another choice of expert.
-            std = 0.3 if "gate" in key else 0.05
-            state[key] = std * torch.randn(value.shape, generator=generator)
-    dcp.save(state, checkpoint_id=str(path), no_dist=True)
-
-
 def _blocks(trainer: titan_train.Trainer) -> list[MoE]:
     return [m for m in trainer.model_parts[0].modules() if isinstance(m, MoE)]
-
-
-def _layout(trainer: titan_train.Trainer) -> list[list[str]]:
-    """Every entry of the state dict, in order: name, shape, placements, mesh."""
-    rows = []
-    for key, value in trainer.model_parts[0].state_dict().items():
-        placed = isinstance(value, DTensor)
-        rows.append(
-            [
-                key,
-                str(tuple(value.shape)),
-                str(value.dtype),
-                str(value.placements) if placed else "",
-                str(value.device_mesh.mesh_dim_names) if placed else "",
-            ]
-        )
-    return rows
 
 
 def _full_gradients(trainer: titan_train.Trainer) -> dict[str, torch.Tensor]:
@@ -231,7 +160,7 @@ def two_ranks(run: Runner) -> dict[str, Any]:
     for name, backend in (("stock", None), ("all_to_all", "all_to_all")):
         result = run.train(backend=backend, ep=2)
         out[name] = result["printed"]
-        out[f"{name} layout"] = _layout(result["trainer"])
+        out[f"{name} layout"] = layout(result["trainer"])
         out[f"{name} blocks"] = [type(b).__name__ for b in _blocks(result["trainer"])]
     for name, backend in (("stock", None), ("reference", "reference")):
         out[f"{name} calm"] = run.train(*CALM, backend=backend, ep=2)["printed"]
@@ -251,33 +180,18 @@ def two_ranks(run: Runner) -> dict[str, Any]:
         "printed"
     ]
     ops = ("--activation_checkpoint.selective_ac_option=op",)
-    with _count_forwards() as calls:
+    with count_forwards() as calls:
         out["all_to_all selective op"] = run.train(*ops, backend="all_to_all", ep=2, ac="selective")[
             "printed"
         ]
     out["forwards selective op"] = len(calls)
-    with _count_forwards() as calls:
+    with count_forwards() as calls:
         run.train(backend="all_to_all", ep=2, ac="full")
     out["forwards full"] = len(calls)
     compiled = ("--compile.enable", "--compile.components=model", "--compile.backend=aot_eager")
     out["all_to_all compiled"] = run.train(*compiled, backend="all_to_all", ep=2, ac="full")["printed"]
     out["validated"] = _validation(run)
     return out
-
-
-@contextlib.contextmanager
-def _count_forwards() -> Iterator[list[None]]:
-    """One entry for each time that the backend's forward runs."""
-    calls: list[None] = []
-    forward = AllToAllBackend.forward
-
-    def counted(self: AllToAllBackend, call: Any) -> Any:
-        calls.append(None)
-        return forward(self, call)
-
-    AllToAllBackend.forward = counted  # type: ignore[method-assign]
-    yield calls
-    AllToAllBackend.forward = forward  # type: ignore[method-assign]
 
 
 def _validation(run: Runner) -> list[tuple[str, str]]:
@@ -407,10 +321,10 @@ def four_ranks(run: Runner) -> dict[str, Any]:
     for name, backend in (("stock", None), ("all_to_all", "all_to_all")):
         result = run.train(backend=backend, ep=2, ac="full")
         out[f"{name} EPxFSDP"] = result["printed"]
-        out[f"{name} EPxFSDP layout"] = _layout(result["trainer"])
+        out[f"{name} EPxFSDP layout"] = layout(result["trainer"])
         result = run.train(*hsdp, backend=backend, ep=2)
         out[f"{name} HSDP"] = result["printed"]
-        out[f"{name} HSDP layout"] = _layout(result["trainer"])
+        out[f"{name} HSDP layout"] = layout(result["trainer"])
     for name, backend in (("stock", None), ("reference", "reference")):
         out[f"{name} EPxFSDP calm"] = run.train(*CALM, backend=backend, ep=2, ac="full")["printed"]
         out[f"{name} HSDP calm"] = run.train(*CALM, *hsdp, backend=backend, ep=2)["printed"]
@@ -448,7 +362,7 @@ def uneven_shards(run: Runner) -> dict[str, Any]:
         for name, backend in (("stock", None), ("all_to_all", "all_to_all")):
             result = run.train(backend=backend, ep=ep, steps=3, flavor=flavor)
             out[f"{name} {flavor} EP={ep}"] = result["printed"]
-            out[f"{name} {flavor} EP={ep} layout"] = _layout(result["trainer"])
+            out[f"{name} {flavor} EP={ep} layout"] = layout(result["trainer"])
     return out
 
 
@@ -461,18 +375,5 @@ SUITES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def main() -> None:
-    suite, folder, result = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    dist.init_process_group("gloo")
-    logging.getLogger().setLevel(logging.INFO)
-    run = Runner(folder)
-    out: dict[str, Any] = {}
-    for function in SUITES[suite]:
-        out |= function(run)
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(out))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    main(Runner, SUITES)

@@ -7,44 +7,34 @@ A suite returns plain values; rank 0 writes them. The tests in test_v03_parity.p
 
 from __future__ import annotations
 
-import contextlib
-import json
-import logging
-import re
-import sys
 import time
 import types
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from titan_megamoe.torchtitan.v03 import cpu_shim
 
 cpu_shim.apply()
 
 import torch.distributed as dist  # noqa: E402
-import torch.distributed.checkpoint as dcp  # noqa: E402
 import torchtitan.trainer as titan_trainer  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
+from shared_runs import (  # noqa: E402
+    CALM,
+    count_forwards,
+    layout,
+    made_once,
+    main,
+    options_of,
+    train,
+)
 from torchtitan.models import qwen3  # noqa: E402
 from torchtitan.models.common.moe import MoE, RoutedExperts  # noqa: E402
 
-from titan_megamoe.backends.all_to_all import AllToAllBackend  # noqa: E402
 from titan_megamoe.torchtitan.v03 import flavors  # noqa: E402
 from titan_megamoe.torchtitan.v03.job_file import read_job  # noqa: E402
 
 STEPS = 6
-CALM = (
-    "--training.mixed_precision_param=float32",
-    "--training.seq_len=256",
-    "--optimizer.lr=1e-4",
-)
-"""A job in which bf16 rounding seldom turns into another choice of expert, for `reference`."""
-
-STEP_LINE = re.compile(r"step:\s+(\d+)\s+loss:\s+(\S+)\s+grad_norm:\s+(\S+)")
 OVERRIDES = "titan_megamoe.torchtitan.v03.overrides"
 
 # Rank 0 sleeps two seconds after every training, which a dozen short runs need not.
@@ -64,27 +54,15 @@ class Runner:
         self.job_file.write_text('[model]\nname = "qwen3"\n')
 
     def weights(self) -> Path:
-        """A full checkpoint, made on first use."""
         path = self.folder / f"weights-{dist.get_world_size()}"
-        if dist.get_rank() == 0 and not path.exists():
-            _save_full_weights(path)
-        dist.barrier()
-        return path
+        return made_once(path, lambda: qwen3.model_registry("tiny").model.build())
 
     def train(self, *extra: str, **options: Any) -> dict[str, Any]:
         """Train and return what TorchTitan printed, by step, and the trainer.
 
         Options: backend (None = stock), by ("converter" or "override"), ep, ac, steps.
         """
-        trainer = self._config(extra, **options).build()
-        printed = _Printed()
-        logging.getLogger().addHandler(printed)
-        try:
-            trainer.train()
-        finally:
-            logging.getLogger().removeHandler(printed)
-            trainer.close()
-        return {"printed": printed.steps, "trainer": trainer}
+        return train(self._config(extra, **options).build())
 
     def _config(
         self,
@@ -116,45 +94,12 @@ class Runner:
         }
         if backend is not None and by == "converter":
             arguments |= {"model.converters": "mega_moe", "mega_moe.backend": backend}
-        flags = ["--metrics.disable_color_printing", "--checkpoint.enable"]
-        if not any(argument.startswith("--checkpoint.") for argument in extra):
-            flags.append("--checkpoint.load_only")
-        pairs = [f"--{key}={value}" for key, value in arguments.items()]
-        config = read_job(self.job_file, [*pairs, *flags, *extra])
+        config = read_job(self.job_file, options_of(arguments, extra))
         if backend is not None and by == "override":
             config.override.imports = [(f"{OVERRIDES}.mega_moe", {"backend": backend})]
             if ac == "selective":
                 config.override.imports.append(f"{OVERRIDES}.selective_ac")
         return config
-
-
-class _Printed(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: list[tuple[str, str]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        match = STEP_LINE.search(record.getMessage())
-        if match and "validate" not in record.getMessage():
-            self.steps.append((match[2], match[3]))
-
-
-def _save_full_weights(path: Path) -> None:
-    """One full checkpoint from one generator, so that no two experts are alike on any sharding."""
-    with torch.device("meta"):
-        model = qwen3.model_registry("tiny").model.build()
-    generator = torch.Generator().manual_seed(17)
-    state = {}
-    for key, value in model.state_dict().items():
-        if "norm" in key:
-            state[key] = torch.rand(value.shape, generator=generator) + 0.5
-        elif key.endswith("expert_bias_E"):
-            state[key] = torch.zeros(value.shape)
-        else:
-            # A wide gate: a near tie in the router would turn rounding into another choice of expert.
-            std = 0.3 if "gate" in key else 0.05
-            state[key] = std * torch.randn(value.shape, generator=generator)
-    dcp.save(state, checkpoint_id=str(path), no_dist=True)
 
 
 def _blocks(trainer: Any) -> list[Any]:
@@ -165,35 +110,10 @@ def _experts(trainer: Any) -> list[str]:
     return [type(m).__name__ for m in trainer.model_parts[0].modules() if isinstance(m, RoutedExperts)]
 
 
-def _layout(trainer: Any) -> list[list[str]]:
-    """Every entry of the state dict, in order: name, shape, placements, mesh."""
-    rows = []
-    for key, value in trainer.model_parts[0].state_dict().items():
-        placed = isinstance(value, DTensor)
-        where = [str(value.placements), str(value.device_mesh.mesh_dim_names)] if placed else ["", ""]
-        rows.append([key, str(tuple(value.shape)), str(value.dtype), *where])
-    return rows
-
-
 def _first_rows(trainer: Any) -> list[float]:
     """One number of each expert of the first block, to see that no two are alike."""
     weight = _blocks(trainer)[0].routed_experts.inner_experts.w1_EFD
     return weight.full_tensor()[:, 0, 0].tolist()
-
-
-@contextlib.contextmanager
-def _count_forwards() -> Iterator[list[None]]:
-    """One entry for each time that the backend's forward runs."""
-    calls: list[None] = []
-    forward = AllToAllBackend.forward
-
-    def counted(self: AllToAllBackend, call: Any) -> Any:
-        calls.append(None)
-        return forward(self, call)
-
-    AllToAllBackend.forward = counted  # type: ignore[method-assign]
-    yield calls
-    AllToAllBackend.forward = forward  # type: ignore[method-assign]
 
 
 def two_ranks(run: Runner) -> dict[str, Any]:
@@ -206,7 +126,7 @@ def two_ranks(run: Runner) -> dict[str, Any]:
     ):
         result = run.train(ep=2, **options)
         out[name] = result["printed"]
-        out[f"{name} layout"] = _layout(result["trainer"])
+        out[f"{name} layout"] = layout(result["trainer"])
         out[f"{name} experts"] = _experts(result["trainer"])
         out["first rows"] = _first_rows(result["trainer"])
     accumulate = ("--training.global_batch_size=8",)
@@ -231,7 +151,7 @@ def recomputation(run: Runner) -> dict[str, Any]:
         # Not with full checkpointing: there torch 2.13 fails on stock's blocks too.
         ("compiled", compiled, {"ac": "none"}),
     ):
-        with _count_forwards() as calls:
+        with count_forwards() as calls:
             out[name] = run.train(*arguments, backend="all_to_all", ep=2, **options)["printed"]
         out[f"{name} forwards"] = len(calls)
     return out
@@ -283,29 +203,20 @@ def four_ranks(run: Runner) -> dict[str, Any]:
     for name, backend in (("stock", None), ("all_to_all", "all_to_all")):
         result = run.train(backend=backend, ep=2, ac="full")
         out[f"{name} EPxFSDP"] = result["printed"]
-        out[f"{name} EPxFSDP layout"] = _layout(result["trainer"])
+        out[f"{name} EPxFSDP layout"] = layout(result["trainer"])
         result = run.train(*hsdp, backend=backend, ep=2)
         out[f"{name} HSDP"] = result["printed"]
-        out[f"{name} HSDP layout"] = _layout(result["trainer"])
+        out[f"{name} HSDP layout"] = layout(result["trainer"])
     for name, backend in (("stock", None), ("reference", "reference")):
         out[f"{name} EPxFSDP calm"] = run.train(*CALM, backend=backend, ep=2, ac="full")["printed"]
     return out
 
 
 SUITES = {
-    f.__name__: f for f in (two_ranks, recomputation, full_dtensor, checkpoints, load_balancing, four_ranks)
+    f.__name__: (f,)
+    for f in (two_ranks, recomputation, full_dtensor, checkpoints, load_balancing, four_ranks)
 }
 
 
-def main() -> None:
-    suite, folder, result = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    dist.init_process_group("gloo")
-    logging.getLogger().setLevel(logging.INFO)
-    out = SUITES[suite](Runner(folder))
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(out))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    main(Runner, SUITES)
