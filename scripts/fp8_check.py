@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import functools
 import json
 import os
 import statistics
@@ -37,6 +38,7 @@ import torch
 from torch import Tensor
 
 from titan_megamoe.backends.hopper import cuda_kernels
+from titan_megamoe.backends.hopper.fp8_expand import expand_fp8
 from titan_megamoe.backends.hopper.fp8_gemm import (
     VARIANTS,
     Fp8Rows,
@@ -47,9 +49,10 @@ from titan_megamoe.backends.hopper.fp8_gemm import (
 from titan_megamoe.backends.hopper.fp8_quantize import QuantizedWeight, quantize_rows, quantize_weights
 from titan_megamoe.backends.hopper.fp8_wgrad import quantize_columns, wgrad_fp8
 from titan_megamoe.backends.hopper.jit.cache import cache_dirs, cached_cubin
-from titan_megamoe.backends.hopper.tiles import PoolTiles, tiles_from_counts
+from titan_megamoe.backends.hopper.tiles import BLOCK_M, PoolTiles, tiles_from_counts
 from titan_megamoe.backends.hopper.wgrad import wgrad_down, wgrad_up
 from titan_megamoe.precision import quantize_act_1x128, quantize_weight_128x128
+from titan_megamoe.routing import PlanShape, RoutingPlan, plan_reference
 from titan_megamoe.testing.fp8_chain import (
     LIMIT,
     Chain,
@@ -60,6 +63,7 @@ from titan_megamoe.testing.fp8_chain import (
     reference_rows,
     run_chain,
 )
+from titan_megamoe.testing.fp8_dispatch import DispatchCase, empty_pool, make_dispatch
 
 MODELS = {"30b": (2048, 768), "235b": (4096, 1536)}
 SMALL = [
@@ -73,6 +77,8 @@ EXPERTS, TOP_K, TOKENS, EP = 128, 8, 16384, 2
 PREDICTED = {
     "30b": {
         "gemm1": 0.67,
+        "expand, gemm1": 0.86,
+        "gemm1, with dispatch": 0.76,
         "gemm2": 0.36,
         "dgrad2": 0.48,
         "dgrad1": 0.63,
@@ -87,6 +93,8 @@ PREDICTED = {
     },
     "235b": {
         "gemm1": 2.38,
+        "expand, gemm1": 3.05,
+        "gemm1, with dispatch": 2.86,
         "gemm2": 1.25,
         "dgrad2": 1.37,
         "dgrad1": 2.30,
@@ -219,6 +227,61 @@ def uniform_plan(tiles: PoolTiles, seed: int = 0) -> Any:
         token = (ids == expert).any(1).nonzero().flatten()
         row_source[first : first + len(token)] = torch.where(token < TOKENS, token, TOKENS - 2 - token).int()
     return SimpleNamespace(row_source=row_source, shape=SimpleNamespace(pool_rows=tiles.pool_rows))
+
+
+@functools.cache
+def full_plan() -> RoutingPlan:
+    """Rank 0's plan of `uniform_ids`, for the pool of `make_experts`."""
+    ids = uniform_ids().split(TOKENS)
+    rows = sum(uniform_counts()) + 2 * BLOCK_M
+    shape = PlanShape(EP, 0, TOP_K, EXPERTS // EP, TOKENS, rows)
+    return plan_reference(ids, [torch.rand(TOKENS, TOP_K) for _ in ids], shape)
+
+
+def dispatch_case(experts: Experts) -> DispatchCase:
+    """Dispatch from this rank's tokens and a peer's, whose buffer is on this GPU too."""
+    tokens = [quantize_rows(x[:TOKENS].nan_to_num().contiguous()) for x in (experts.x, experts.dy)]
+    return make_dispatch(full_plan(), tokens)
+
+
+def check_dispatch(title: str, case: DispatchCase, w13: QuantizedWeight) -> bool:
+    """Dispatch inside GEMM1 against rows that were there before, to the bit."""
+    plan, live = case.dispatch.plan, case.rows()
+    right = True
+    for save in (True, False):
+        wanted, wanted_gate_up = gemm_up_fp8(case.pool, w13, plan.row_weight, plan.tiles, save=save)
+        for _ in range(5):
+            pool = empty_pool(plan, case.pool.data.shape[2])
+            h, gate_up = gemm_up_fp8(
+                pool, w13, plan.row_weight, plan.tiles, save=save, dispatch=case.again()
+            )  # fmt: skip
+            for ours, theirs in ((pool, case.pool), (h, wanted)):
+                right &= torch.equal(
+                    ours.data.view(torch.uint8)[0, live], theirs.data.view(torch.uint8)[0, live]
+                )
+                right &= same_bits(ours.scale[0, :, live], theirs.scale[0, :, live])
+            if gate_up is not None and wanted_gate_up is not None:
+                right &= same_bits(gate_up[:, live], wanted_gate_up[:, live])
+    say(f"{title:<17} {'equal bit for bit' if right else 'DIFFERS'} with dispatch inside GEMM1")
+    return right
+
+
+def dispatch_calls(case: DispatchCase, w13: QuantizedWeight) -> dict[str, Callable[[], Any]]:
+    dispatch, pool = case.dispatch, case.pool
+    plan = dispatch.plan
+    assert dispatch.remote is not None
+
+    def expand() -> Fp8Rows:
+        return expand_fp8(plan, dispatch.local, dispatch.remote, dispatch.delta, from_peers=True, out=pool)
+
+    return {
+        "gemm1, expanded": lambda: gemm_up_fp8(pool, w13, plan.row_weight, plan.tiles),
+        "expand": expand,
+        "expand, gemm1": lambda: gemm_up_fp8(expand(), w13, plan.row_weight, plan.tiles),
+        "gemm1, with dispatch": lambda: gemm_up_fp8(
+            pool, w13, plan.row_weight, plan.tiles, dispatch=case.again()
+        ),
+    }
 
 
 def deep_gemm_calls(
@@ -465,6 +528,15 @@ def tflops(name: str, experts: Experts, ms: float) -> float:
     return 2e-9 * products * sum(experts.counts) * experts.hidden * experts.intermediate / ms
 
 
+def results(model: str, experts: Experts, times: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """A row for each name."""
+    return [
+        {"model": model, "what": name, "ms_median": (ms := statistics.median(values)), "ms_min": min(values),
+         "n": len(values), "tflops": tflops(name, experts, ms), "predicted_ms": PREDICTED[model].get(name)}
+        for name, values in times.items()
+    ]  # fmt: skip
+
+
 def write(out: str | None, right: bool, rows: list[dict[str, Any]]) -> None:
     if out:
         with open(out, "w") as file:
@@ -515,14 +587,18 @@ def main() -> int:
         )
         if options.ablate:
             times |= times_with(ABLATIONS, gemms)
-        for name, values in times.items():
-            ms = statistics.median(values)
-            rows.append(
-                {"model": model, "what": name, "ms_median": ms, "ms_min": min(values), "n": len(values),
-                 "tflops": tflops(name, experts, ms), "predicted_ms": PREDICTED[model].get(name)}
-            )  # fmt: skip
+        rows += results(model, experts, times)
         write(options.out, right, rows)
         del ours, experts, w13, w2
+        torch.cuda.empty_cache()
+    for model in options.models:  # last: if it hangs, the rest is there
+        experts = make_experts(*MODELS[model], uniform_counts(), "cuda")
+        w13, case = quantize_weights([experts.w1, experts.w3]), dispatch_case(experts)
+        right &= check_dispatch(model, case, w13)
+        if not options.skip_times:
+            rows += results(model, experts, times_of(dispatch_calls(case, w13)))
+        write(options.out, right, rows)
+        del experts, w13, case
         torch.cuda.empty_cache()
     write(options.out, right, rows)
     if rows:

@@ -1,11 +1,14 @@
 """Times of the fused backend and its stages on this machine's GPUs, after a check of a sample of tokens.
 
     python scripts/fused_stages.py [--models 30b,235b] [--tokens 16384] [--halves gathered,expanded]
+                                   [--precision bf16]
 
 One process a GPU and model; the models' kernels are compiled side by side, then timed one after the other.
 Prints, per model: the error of y and of the gradients of a sample of tokens against fp64, median times of
 forward and backward for each way to do the forward's first half (in turn, so that all meet the same clocks),
 with uniform routing and with one expert that has half of all rows, and of every stage (CUDA events).
+With --precision fp8 "gathered" is dispatch inside GEMM1: both ways must give the same y to the bit, and the
+stages are those of the forward.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ from titan_megamoe import MegaMoEConfig
 from titan_megamoe.agreement import Phase
 from titan_megamoe.backends.base import MoECall, Needs
 from titan_megamoe.backends.hopper import backend as fused
+from titan_megamoe.backends.hopper import fp8_backend as fp8
+from titan_megamoe.backends.hopper.fp8_dispatch import Dispatch, progress_words
 from titan_megamoe.routing import RoutingPlan
 from titan_megamoe.testing.ranks import RankPool
 
@@ -108,7 +113,7 @@ def sample_error(call, every, y, dx, dweights, dy, sample):
 class Bench:
     """One rank's problem of one model, kept between the calls of its pool."""
 
-    backend: fused.FusedBackend
+    backend: fp8.Fp8FusedBackend
     calls: list[MoECall]
     hot: list[MoECall]
     dy: torch.Tensor
@@ -125,13 +130,15 @@ def hot_routing(tokens: int, device, seed: int):
     return ids, weights
 
 
-def prepare(rank: int, world: int, model: str, tokens: int, halves: list[str]) -> None:
+def prepare(rank: int, world: int, model: str, tokens: int, halves: list[str], precision: str) -> None:
     """Compile all kernels and check a sample of tokens."""
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     x, dy, own, every = problem(rank, world, model, tokens)
-    config = MegaMoEConfig(backend="fused", max_tokens_per_rank=tokens, timeout_s=20.0)
-    backend = fused.FusedBackend()
+    config = MegaMoEConfig(
+        backend="fused", precision=precision, max_tokens_per_rank=tokens, timeout_s=20.0
+    )  # fmt: skip
+    backend = fp8.Fp8FusedBackend()
 
     def call_of(seed: int, route=routing) -> MoECall:
         ids, weights = route(tokens, device, seed * world + rank)
@@ -140,9 +147,13 @@ def prepare(rank: int, world: int, model: str, tokens: int, halves: list[str]) -
     calls = [call_of(i) for i in range(4)]
     sample = torch.linspace(0, tokens - 1, 24).long().to(device)
     errors = []
+    first = None
     for half in halves:
         backend.first_half = half
         y, saved = backend.forward(calls[0])
+        first = y if first is None else first
+        if precision == "fp8" and not torch.equal(y, first):
+            raise AssertionError(f"{model}: y of {half} differs from that of {halves[0]}")
         grads = backend.backward(calls[0], saved, dy)
         torch.cuda.synchronize()
         errors.append(max(sample_error(calls[0], every, y, grads.x, grads.topk_weights, dy, sample)))
@@ -208,6 +219,36 @@ def staged_forward(clock, call, half):
     return workspace, plan, gate_up, recv
 
 
+def staged_forward_fp8(clock, backend, call, half):
+    """The same in precision fp8; nothing for a backward."""
+    workspace, shape = fused._prepare(call)
+    signature = fused._signature(call, shape, Phase.FORWARD)
+    plan = RoutingPlan.empty(shape, call.x.device)
+    w13, w2 = backend.weights.get(call.w1, call.w3, call.w2)
+    clock(
+        "f publish", fused.publish, call.x, workspace.x, copy_x=False,
+        routing=(call.topk_ids, call.topk_weights, workspace.ids, workspace.weights, EXPERTS),
+    )  # fmt: skip
+    local = clock("f quantize", fp8._quantize_to_share, call.x, workspace)
+    clock("f open", fused._open, workspace, plan, call, signature, backward=False)
+    clock(
+        "f plan", fused.build_plans, [plan], workspace.ids, workspace.weights, workspace.delta,
+        workspace.state, workspace.report, signature,
+    )  # fmt: skip
+    if half == "expanded":
+        x8 = clock("f expand", fp8._dispatch, plan, local, workspace)
+        h, _ = clock("f gemm1", fp8.gemm_up_fp8, x8, w13, plan.row_weight, plan.tiles)
+    else:
+        x8 = fp8.Fp8Rows.empty(1, shape.pool_rows, call.hidden, call.x.device)
+        progress = plan.flat.new_zeros(progress_words(shape))
+        dispatch = Dispatch(plan, local, fp8._symmetric(workspace), workspace.delta, progress)
+        h, _ = clock("f dispatch+gemm1", fp8.gemm_up_fp8, x8, w13, plan.row_weight, plan.tiles,
+                     dispatch=dispatch)  # fmt: skip
+    rows = clock("f gemm2", fp8.gemm_plain_fp8, h, w2.data, w2.scale, plan.tiles)
+    y = torch.empty_like(call.x)
+    clock("f combine", fused.combine, plan, workspace, call.topk_ids, signature, 20.0, rows=rows, out=y)
+
+
 def staged_backward(clock, call, dy, workspace, plan, gate_up, recv):
     """Every stage of a backward by itself, one after the other."""
     signature = fused._signature(call, plan.shape, Phase.BACKWARD)
@@ -247,7 +288,10 @@ def times(rank: int, model: str, halves: list[str]) -> list[str]:
             dist.barrier()
             torch.cuda._sleep(20_000_000)
             call = bench.calls[i % 4]
-            staged_backward(clock, call, bench.dy, *staged_forward(clock, call, half))
+            if call.config.precision == "fp8":
+                staged_forward_fp8(clock, bench.backend, call, half)
+            else:
+                staged_backward(clock, call, bench.dy, *staged_forward(clock, call, half))
     lines += [f"  {name:18s} {value:7.3f}" for name, value in clock.medians().items()]
     dist.barrier()
     return lines
@@ -259,19 +303,21 @@ def main() -> None:
     parser.add_argument("--models", default="30b,235b")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--halves", default="gathered,expanded")
+    parser.add_argument("--precision", default="bf16", choices=("bf16", "fp8"))
     args = parser.parse_args()
     models, halves = args.models.split(","), args.halves.split(",")
     pools = {model: RankPool(args.world, "cuda", timeout_s=300) for model in models}
     try:
         with ThreadPoolExecutor() as threads:
             made = [
-                threads.submit(pools[m].run, prepare, args.world, m, args.tokens, halves) for m in models
-            ]  # fmt: skip
+                threads.submit(pools[m].run, prepare, args.world, m, args.tokens, halves, args.precision)
+                for m in models
+            ]
             for each in made:
                 each.result()
         for model in models:
             results = pools[model].run(times, model, halves)
-            print(f"== {model}, T={args.tokens}, EP={args.world}")
+            print(f"== {model}, {args.precision}, T={args.tokens}, EP={args.world}")
             for row in zip(*results, strict=True):
                 print("   |   ".join(row), flush=True)
             pools[model].close()

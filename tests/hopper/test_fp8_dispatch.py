@@ -12,13 +12,11 @@ if shutil.which("g++") is None:
     pytest.skip("needs g++", allow_module_level=True)
 
 from cuda_on_cpu import kernels
+from dispatch_cases import CASES, bits, check, make_case, weights_of
 
 from titan_megamoe.backends.hopper.fp8_gemm import gemm_up_fp8
 from titan_megamoe.errors import ConfigError
-from titan_megamoe.precision import quantize_act_1x128
-from titan_megamoe.routing import PlanShape, plan_reference
-from titan_megamoe.testing.fp8_chain import reference_weights
-from titan_megamoe.testing.fp8_dispatch import empty_pool, make_dispatch
+from titan_megamoe.testing.fp8_dispatch import empty_pool
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,65 +26,11 @@ def on_cpu(tmp_path_factory):
         yield
 
 
-def make_case(tokens, rank, top_k, experts, hidden, *, choose=None):
-    """A dispatch between len(tokens) ranks with `experts` on each; ids from `choose(shape)`, else random."""
-    generator = torch.Generator().manual_seed(sum(tokens))
-    world = len(tokens)
-
-    def random_ids(shape):
-        return torch.randint(-1, experts * world, shape, generator=generator)
-
-    ids = [(choose or random_ids)((t, top_k)) for t in tokens]
-    shape = PlanShape(world, rank, top_k, experts, max(*tokens, 1) + 3, max(sum(tokens) * top_k, 1) + 130)
-    plan = plan_reference(ids, [torch.rand(i.shape, generator=generator) for i in ids], shape)
-    x = [torch.randn(t, hidden, generator=generator).bfloat16() for t in tokens]
-    return make_dispatch(plan, [quantize_act_1x128(rows) for rows in x])
-
-
-def weights_of(case, intermediate):
-    hidden, experts = case.pool.data.shape[2], case.dispatch.plan.shape.num_local_experts
-    generator = torch.Generator().manual_seed(hidden)
-    matrices = [torch.randn(experts, intermediate, hidden, generator=generator).bfloat16() for _ in range(2)]
-    return reference_weights(matrices)
-
-
-def bits(rows):
-    return rows.data.view(torch.uint8)[0], rows.scale.view(torch.int32)[0]
-
-
-def check(case, intermediate=48, *, save=True):
-    """h', gate and up, and the pool, to the bit."""
-    plan, w13 = case.dispatch.plan, weights_of(case, intermediate)
-    tables, live = (w13, plan.row_weight, plan.tiles), case.rows()
-    wanted, wanted_gate_up = gemm_up_fp8(case.pool, *tables, save=save)
-    pool = empty_pool(plan, case.pool.data.shape[2])
-    h, gate_up = gemm_up_fp8(pool, *tables, save=save, dispatch=case.again())
-    for ours, theirs in ((h, wanted), (pool, case.pool)):
-        (data, scale), (wanted_data, wanted_scale) = bits(ours), bits(theirs)
-        assert torch.equal(data[live], wanted_data[live])
-        assert torch.equal(scale[:, live], wanted_scale[:, live])
-    if save:
-        assert torch.equal(gate_up[:, live], wanted_gate_up[:, live])
-    assert bits(pool)[0][~live].eq(0xFF).all() and pool.scale[0][:, ~live].isnan().all()
-
-
 @pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("tokens", "rank", "top_k", "experts", "hidden"),
-    [
-        ((70,), 0, 3, 3, 144),
-        ((45, 33), 1, 2, 2, 272),
-        ((20, 0, 37, 9), 2, 4, 3, 144),
-        ((0, 50), 0, 3, 2, 16),
-        ((150, 301), 0, 1, 1, 16),
-        ((9, 5), 0, 9, 2, 2064),
-    ],
-    ids=["alone", "two", "four", "no own token", "many tokens", "more than a part"],
-)
-def test_rows_are_lost_mixed_up_or_read_before_they_are_written(tokens, rank, top_k, experts, hidden, seed,
-                                                               monkeypatch):  # fmt: skip
+@pytest.mark.parametrize("name", CASES)
+def test_rows_are_lost_mixed_up_or_read_before_they_are_written(name, seed, monkeypatch):
     monkeypatch.setattr(kernels.CpuKernel, "seed", seed)
-    check(make_case(tokens, rank, top_k, experts, hidden))
+    check(make_case(*CASES[name]))
 
 
 def test_inference_or_more_columns_than_a_tile_differ():

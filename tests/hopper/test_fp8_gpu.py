@@ -7,10 +7,12 @@ import torch
 
 pytest.importorskip("triton")
 
+import dispatch_cases
 import fp8_one_rank
 from test_op import check
 
 from titan_megamoe import MegaMoEConfig
+from titan_megamoe.backends.hopper.fp8_backend import Fp8FusedBackend
 from titan_megamoe.testing.fp8_chain import LIMIT, chain_errors, make_experts, run_chain
 from titan_megamoe.testing.oracle import assert_within
 from titan_megamoe.testing.problems import Problem, assemble, run_rank
@@ -42,9 +44,9 @@ PRECISIONS = [("fp8", "bf16"), ("fp8_bwd", "bf16"), ("fp8", "fp8"), ("fp8_bwd", 
 """precision, and that of the weight gradients."""
 
 
-def _config(precision: tuple[str, str]) -> MegaMoEConfig:
+def _config(precision: tuple[str, str], **options: int) -> MegaMoEConfig:
     name, wgrad = precision
-    return MegaMoEConfig(backend="fused", precision=name, wgrad_precision=wgrad, timeout_s=20.0)
+    return MegaMoEConfig(backend="fused", precision=name, wgrad_precision=wgrad, timeout_s=20.0, **options)
 
 
 def _run(rank: int, problem: Problem, precision: tuple[str, str], repeats: int = 1):
@@ -86,3 +88,41 @@ def test_zero_tiny_infinite_or_nan_values_are_hidden_or_spread(monkeypatch, wgra
 def test_two_runs_differ_in_a_bit(rank_pool, wgrad):
     problem = Problem(tokens=(300, 200), top_k=4)
     assert all(same for _, same in rank_pool(2, "cuda").run(_run, problem, ("fp8", wgrad), 20))
+
+
+@pytest.mark.parametrize("reserved_sms", [0, 100])
+@pytest.mark.parametrize(
+    "case",
+    [*dispatch_cases.CASES.values(), ((3000, 2500), 1, 8, 16, 2048), ((900, 0, 1100, 700), 2, 4, 5, 4096)],
+)
+def test_dispatch_inside_gemm1_loses_mixes_up_or_reads_rows_too_early(case, reserved_sms):
+    made = dispatch_cases.make_case(*case, device="cuda")
+    for save in (True, False):
+        dispatch_cases.check(made, 208, save=save, repeats=10, reserved_sms=reserved_sms)
+
+
+def _halves(rank: int, problem: Problem, repeats: int, reserved_sms: int):
+    """What differs between dispatch inside GEMM1, `repeats` times, and an expansion before it."""
+    config, different = _config(("fp8", "bf16"), reserved_sms=reserved_sms), set()
+    try:
+        Fp8FusedBackend.first_half = "expanded"
+        before = run_rank(rank, problem, config)
+        Fp8FusedBackend.first_half = "gathered"
+        for _ in range(repeats):
+            inside = run_rank(rank, problem, config)
+            different |= {n for n, t in before.items() if t is not None and not torch.equal(inside[n], t)}
+    finally:
+        Fp8FusedBackend.first_half = "auto"
+    return different
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.multi_gpu
+def test_dispatch_inside_gemm1_changes_a_bit_of_the_layer(rank_pool, name):
+    assert rank_pool(2, "cuda").run(_halves, PROBLEMS[name], 10, 0) == [set(), set()]
+
+
+@pytest.mark.multi_gpu
+def test_dispatch_inside_gemm1_waits_for_blocks_that_are_not_there(rank_pool):
+    problem = Problem(tokens=(1500, 1200), experts=16, top_k=8, hidden=2048, intermediate=768)
+    assert rank_pool(2, "cuda").run(_halves, problem, 3, 100) == [set(), set()]

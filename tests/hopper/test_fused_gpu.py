@@ -250,7 +250,7 @@ def test_a_host_that_fails_inside_a_call_leaves_its_peers_waiting(rank_pool, whe
     assert fine0 and fine1 and time.monotonic() - begun < 60
 
 
-def _recomputed(rank: int, precision: str):
+def _recomputed(rank: int, precision: str, half: str):
     """Whether gradients of three blocks have the plain ones' bits, and how often each way ran GEMM2."""
     config = dataclasses.replace(CONFIG, precision=precision, timeout_s=60.0)
     *arguments, dy = leaves(PROBLEM, rank, device_of(rank))
@@ -277,20 +277,24 @@ def _recomputed(rank: int, precision: str):
         return [y.detach(), *grads], len(counted)
 
     try:
+        FusedBackend.first_half = half
         fused.gemm_down = gemm_down
         want, plain = gradients(None)
         found = [gradients(early_stop) for early_stop in (True, False) for _ in range(5)]
     finally:
         fused.gemm_down = real
+        FusedBackend.first_half = "auto"
     torch.cuda.synchronize()
     same = all(torch.equal(a, b) for results, _ in found for a, b in zip(results, want, strict=True))
     return same, plain, found[0][1], found[-1][1]
 
 
 @TWO
-@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_bwd"])
-def test_a_recomputation_that_ends_early_is_overtaken_by_its_backward(rank_pool, precision):
-    for same, plain, early, late in rank_pool(2, "cuda").run(_recomputed, precision):
+@pytest.mark.parametrize(
+    ("precision", "half"), [("bf16", "auto"), ("fp8", "expanded"), ("fp8", "gathered"), ("fp8_bwd", "auto")]
+)
+def test_a_recomputation_that_ends_early_is_overtaken_by_its_backward(rank_pool, precision, half):
+    for same, plain, early, late in rank_pool(2, "cuda").run(_recomputed, precision, half):
         assert same
         assert (plain, early, late) == ((0, 0, 0) if precision == "fp8" else (3, 3, 6))
 
