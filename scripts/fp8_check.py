@@ -78,7 +78,7 @@ PREDICTED = {
     "30b": {
         "gemm1": 0.67,
         "expand, gemm1": 0.86,
-        "gemm1, with dispatch": 0.76,
+        "gemm1, with dispatch": 0.75,
         "gemm2": 0.36,
         "dgrad2": 0.48,
         "dgrad1": 0.63,
@@ -94,7 +94,7 @@ PREDICTED = {
     "235b": {
         "gemm1": 2.38,
         "expand, gemm1": 3.05,
-        "gemm1, with dispatch": 2.86,
+        "gemm1, with dispatch": 2.85,
         "gemm2": 1.25,
         "dgrad2": 1.37,
         "dgrad1": 2.30,
