@@ -419,8 +419,9 @@ def source_with(changes: list[tuple[str, str]]) -> Iterator[None]:
         cuda_kernels._loaded.cache_clear()
 
 
-# A block without a tile gets no stage: it waits 50 µs and goes on.
-LAG = """        if (threadIdx.x >= 128) {{
+# A block without a tile gets no stage: it waits 50 µs and goes on. Under a condition that the lanes of a warp
+# do not share, the compiler would keep operands in registers of each thread from here on.
+LAG = """        if (__shfl_sync(~0u, threadIdx.x / 128, 0) == 1) {{
             const long long start = clock64();
             for (u32 filled = 0; !filled && clock64() - start < 100000;)
                 asm volatile("{{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], 0; "

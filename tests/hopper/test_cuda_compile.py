@@ -50,6 +50,20 @@ def test_kernel_spills_serialises_or_misses_the_tensor_cores(name, defines, give
     assert count(r"USETMAXREG") == 2, "setmaxnreg was ignored"
 
 
+@pytest.mark.parametrize("what", ["opened late", "in turn", "second lags 600"])
+def test_script_times_an_order_that_costs_registers_too(monkeypatch, tmp_path, what):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
+    import fp8_check
+
+    with fp8_check.source_with(fp8_check.TURNS[what]):
+        source = cuda_kernels.cuda_source("fp8_plain")
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compile_cubin(source, "fp8_plain"))
+    sass = subprocess.run([CUOBJDUMP, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+    assert len(re.findall("R2UR", sass)) < 40, "descriptors are not in uniform registers"
+    assert not re.findall(r"\b(LDL|STL)\b", sass), "registers are spilled"
+
+
 def test_script_times_text_that_no_kernel_has(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
     import fp8_check
