@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from titan_megamoe.bench import plots, records, report, trace_plot
+from titan_megamoe.bench import plots, records, report, tables, trace_plot
 from titan_megamoe.bench.implementations import Implementation
 from titan_megamoe.bench.timeline import (
     BOTH,
@@ -155,6 +155,15 @@ def test_report_shows_no_or_an_old_trace(tmp_path: Path) -> None:
     assert report._draw(text, tmp_path, check=True) == []
     assert plots.png_text(path.read_bytes())["titan_megamoe digest"]
     assert len(trace_plot.collect([row, other])) == 2
+
+
+def test_fp8_weight_gradients_are_drawn_under_the_name_of_bf16_ones() -> None:
+    events = read_trace(_trace(), "forward 0", "backward 0", x_is_here=True)
+    made = [
+        to_record(Implementation("x", "mega_moe", "fp8", lambda _: _.x, wgrad_precision=wgrad), events)
+        for wgrad in ("bf16", "fp8")
+    ]
+    assert len({tables.name_of(r) for r in made}) == 2
 
 
 def test_trace_starts_without_a_gpu(monkeypatch, capsys) -> None:
