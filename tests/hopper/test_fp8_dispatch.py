@@ -57,6 +57,26 @@ def test_a_call_that_was_given_up_hangs_or_reads_its_tables():
     assert bits(pool)[0].eq(0xFF).all()
 
 
+@pytest.mark.parametrize("finished", [True, False])
+def test_items_of_other_blocks_are_moved_again_or_not_waited_for(finished):
+    """All are claimed by blocks that run elsewhere; they have put zeros in place, or never do."""
+    case = make_case((45, 33), 0, 2, 2, 144)
+    plan, w13, progress = case.dispatch.plan, weights_of(case, 48), case.dispatch.progress
+    pool = empty_pool(plan, 144)
+    if finished:
+        progress[64:] = 1 + plan.recv_count
+        pool.data.view(torch.uint8).zero_()
+        pool.scale.fill_(1)
+    progress[[0, 32]] = 1 << 20
+    tables = (w13, plan.row_weight, plan.tiles)
+    if finished:
+        _, gate_up = gemm_up_fp8(pool, *tables, dispatch=case.dispatch)
+        assert not gate_up[:, case.rows()].any() and not pool.data.view(torch.uint8).any()
+    else:
+        with pytest.raises(AssertionError, match="every thread waits"):
+            gemm_up_fp8(pool, *tables, dispatch=case.dispatch)
+
+
 @pytest.mark.parametrize(
     ("before", "after", "complaint"),
     [

@@ -12,7 +12,8 @@
 // Synchronisation: stage s has barriers full[s] (1 arrival and the bytes) and empty[s] (8 arrivals, one a
 // multiplying warp). Both sides walk the same sequence of stages (tiles, then segments and blocks of K, then
 // what an epilogue loads), so the n-th fill of a stage waits for the n-1-th release, which waits for nothing
-// but the n-1-th fill: by induction every wait ends. No block waits for another.
+// but the n-1-th fill: by induction every wait ends. No block waits for another, but for rows that are on
+// their way (dispatch.cuh).
 //
 // Padding rows of the pool: a row of a makes the same row of the result and nothing else, whatever it holds.
 // Past K and N the copy engine reads zeros and writes nothing.
