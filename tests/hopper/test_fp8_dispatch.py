@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ if shutil.which("g++") is None:
 from cuda_on_cpu import kernels
 from dispatch_cases import CASES, bits, check, make_case, weights_of
 
+from titan_megamoe import MegaMoEConfig
+from titan_megamoe.backends.hopper import fp8_backend
 from titan_megamoe.backends.hopper.fp8_gemm import gemm_up_fp8
 from titan_megamoe.errors import ConfigError
 from titan_megamoe.testing.fp8_dispatch import empty_pool
@@ -94,6 +97,19 @@ def test_simulator_misses_a_tile_that_does_not_wait(before, after, complaint, tm
     kernels.run_on_cpu(monkeypatch, tmp_path, (before, after))
     with pytest.raises(AssertionError, match=complaint):
         check(make_case((40, 150), 0, 1, 1, 144))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize(("half", "wanted"), [("auto", None), ("gathered", False), ("expanded", True)])
+def test_a_call_does_not_expand_as_it_is_told_or_has_more_slots_than_lanes(half, wanted, inside, monkeypatch):
+    backend = fp8_backend.Fp8FusedBackend()
+    backend.first_half = half
+    monkeypatch.setattr(fp8_backend, "DISPATCH_IN_GEMM1", inside)
+    config = MegaMoEConfig(precision="fp8")
+    assert backend.expands(SimpleNamespace(config=config, top_k=32)) is (
+        not inside if wanted is None else wanted
+    )
+    assert backend.expands(SimpleNamespace(config=config, top_k=33))
 
 
 def test_misfitting_tensors_are_misread_instead_of_refused():

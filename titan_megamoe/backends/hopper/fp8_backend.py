@@ -61,9 +61,9 @@ class Fp8FusedBackend(FusedBackend):
         """In fp8, whether the expansion is a launch of its own; the same bits either way."""
         if call.config.precision != "fp8":
             return super().expands(call)
-        if self.first_half == "auto":
-            return not DISPATCH_IN_GEMM1 or call.top_k > MAX_TOP_K
-        return self.first_half == "expanded"
+        if call.top_k > MAX_TOP_K or self.first_half == "expanded":
+            return True
+        return self.first_half == "auto" and not DISPATCH_IN_GEMM1
 
     def unavailable(
         self, device: torch.device, group: dist.ProcessGroup | None, config: MegaMoEConfig
