@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 import triton
 
-from titan_megamoe.backends.hopper import cuda_kernels
+from titan_megamoe.backends.hopper import cuda_kernels, fp8_dispatch
 from titan_megamoe.backends.hopper.jit.compiler import compile_cubin, find_nvcc, find_nvrtc
 from titan_megamoe.errors import MegaMoEError
 
@@ -77,6 +77,12 @@ def test_script_times_text_that_no_kernel_has(monkeypatch):
             text = cuda_kernels.cuda_source(name)
             with fp8_check.source_with(change):
                 assert (cuda_kernels.cuda_source(name) != text) == bool(change)
+
+
+def test_host_and_kernel_disagree_on_the_words_of_a_dispatch():
+    text = cuda_kernels.cuda_source("fp8_up")
+    for name in ("ITEM_ROWS", "GROUP_TOKENS", "WORDS_AT"):
+        assert f"{name} = {getattr(fp8_dispatch, name)};" in text
 
 
 def test_host_and_kernel_disagree_on_the_launch():

@@ -20,13 +20,13 @@ from .layout import cdiv
 
 MAX_TOP_K = 32
 """A lane of a warp for each slot of a token."""
-_ITEM_ROWS, _GROUP_TOKENS, _WORDS_AT = 8, 64, 64  # as in cuda/dispatch.cuh
+ITEM_ROWS, GROUP_TOKENS, WORDS_AT = 8, 64, 64  # as in cuda/dispatch.cuh
 KINDS = ("ptr",) * 12 + ("i32",) * 3
 
 
 def progress_words(shape: PlanShape) -> int:
     """int32 words in which the items of one call are claimed and reported; 0 before the launch."""
-    return _WORDS_AT + shape.pool_rows // _ITEM_ROWS + cdiv(shape.recv_rows, _GROUP_TOKENS)
+    return WORDS_AT + shape.pool_rows // ITEM_ROWS + cdiv(shape.recv_rows, GROUP_TOKENS)
 
 
 class Dispatch(NamedTuple):
