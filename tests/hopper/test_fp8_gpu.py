@@ -12,7 +12,7 @@ import fp8_one_rank
 from test_op import check
 
 from titan_megamoe import MegaMoEConfig
-from titan_megamoe.backends.hopper.fp8_backend import Fp8FusedBackend
+from titan_megamoe.backends.hopper.backend import FusedBackend
 from titan_megamoe.testing.fp8_chain import chain_errors, limits_of, make_experts, run_chain
 from titan_megamoe.testing.oracle import assert_within
 from titan_megamoe.testing.problems import Problem, assemble, run_rank
@@ -106,14 +106,14 @@ def _halves(rank: int, problem: Problem, repeats: int, reserved_sms: int):
     """What differs between dispatch inside GEMM1, `repeats` times, and an expansion before it."""
     config, different = _config(("fp8", "bf16"), reserved_sms=reserved_sms), set()
     try:
-        Fp8FusedBackend.first_half = "expanded"
+        FusedBackend.first_half = "expanded"
         before = run_rank(rank, problem, config)
-        Fp8FusedBackend.first_half = "gathered"
+        FusedBackend.first_half = "gathered"
         for _ in range(repeats):
             inside = run_rank(rank, problem, config)
             different |= {n for n, t in before.items() if t is not None and not torch.equal(inside[n], t)}
     finally:
-        Fp8FusedBackend.first_half = "auto"
+        FusedBackend.first_half = "auto"
     return different
 
 
