@@ -69,9 +69,12 @@ def test_step_leaves_stale_weights(cache):
 def test_write_in_place_leaves_stale_weights(cache):
     weights = make()
     assert right(cache, *weights)
-    with torch.no_grad():
-        weights[1].mul_(2)
-    assert right(cache, *weights)
+    size = cache.num_bytes
+    for _ in range(3):
+        with torch.no_grad():
+            weights[1].mul_(2)
+        assert right(cache, *weights)
+    assert cache.num_bytes == size, "what was made of the old values stays"
 
 
 def gather(storage: torch.Tensor, values: torch.Tensor) -> None:

@@ -67,7 +67,7 @@ class WeightCache:
         _hook_optimizers()
         self.max_bytes = max_bytes
         self.quantize = quantize
-        self._entries: OrderedDict[tuple[object, ...], tuple[int, _Entry]] = OrderedDict()
+        self._entries: OrderedDict[tuple[tuple[object, ...], ...], tuple[int, _Entry]] = OrderedDict()
 
     @property
     def num_bytes(self) -> int:
@@ -84,7 +84,7 @@ class WeightCache:
         if found is not None and found[1].usable(weight_generation(), found[0]):
             self._entries.move_to_end(key)
             return _on_current_stream(found[1])
-        self._drop_stale()
+        self._drop_stale(key)
         entry = _make(weights, self.quantize)
         self._entries[key] = (weight_generation(), entry)
         while self.num_bytes > self.max_bytes and len(self._entries) > 1:
@@ -95,11 +95,21 @@ class WeightCache:
         """Forget everything."""
         self._entries.clear()
 
-    def _drop_stale(self) -> None:
-        now = weight_generation()
-        stale = [k for k, (made, entry) in self._entries.items() if not entry.usable(now, made)]
-        for key in stale:
-            del self._entries[key]
+    def _drop_stale(self, key: tuple[tuple[object, ...], ...]) -> None:
+        """Free what is of no more use, or was made of `key`'s tensors before somebody wrote to them."""
+        now, places = weight_generation(), _places(key)
+        stale = [
+            k
+            for k, (made, entry) in self._entries.items()
+            if not entry.usable(now, made) or _places(k) == places
+        ]
+        for other in stale:
+            del self._entries[other]
+
+
+def _places(key: tuple[tuple[object, ...], ...]) -> tuple[tuple[object, ...], ...]:
+    """Where the weights of a key lie, whatever their version."""
+    return tuple(facts[:-1] for facts in key)
 
 
 def _facts(w: Tensor) -> tuple[object, ...]:
