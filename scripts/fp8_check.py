@@ -7,7 +7,8 @@ emulated recipe on small shapes with tails and on full ones, NaN and Inf, two ru
 (also where a limit was missed): 64 local experts, rows as uniform routing of 2 × 16384 tokens to 8 of 128
 experts gives them, medians of events, all candidates in turn. TFLOP/s counts real rows. `predicted` is
 docs/design_fp8.md's. GEMMs are timed in several orders of their two warpgroups' work too (GIVE_TURN,
-cuda/fp8_gemm.cuh).
+cuda/fp8_gemm.cuh), GEMM2 also in waves of columns, without and with partial sums sent meanwhile
+(fp8_sending.py).
 --ablate also times kernels that leave out a part (wrong results, for the breakdown of their time).
 
 CUDA kernels are compiled side by side at the start. A model's times are written as soon as they are there. A
@@ -35,6 +36,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from fp8_sending import check_sending, sending_calls
 from torch import Tensor
 
 from titan_megamoe.backends.hopper import cuda_kernels
@@ -370,7 +372,7 @@ def our_calls(experts: Experts, w13: QuantizedWeight, w2: QuantizedWeight) -> di
         "columns of x": lambda: quantize_columns(tokens, tiles, plan=plan, received=others),
         "columns of x, from the pool": lambda: quantize_columns(experts.x, tiles),
     }
-    return calls
+    return calls | sending_calls(uniform_ids(), tiles, h, w2, out)
 
 
 ABLATIONS: dict[str, list[tuple[str, str]]] = {
@@ -579,11 +581,14 @@ def main() -> int:
     for model in options.models:
         experts = make_experts(*MODELS[model], uniform_counts(), "cuda")
         right &= check_chain(f"{model}, experts 0, 63", experts, [0, 63])
-        if options.skip_times:
-            continue
         experts.x.nan_to_num_()
         experts.dy.nan_to_num_()
         w13, w2 = quantize_weights([experts.w1, experts.w3]), quantize_weights([experts.w2])
+        h, _ = gemm_up_fp8(gpu_rows(experts.x), w13, experts.weight, experts.tiles, save=False)
+        right &= check_sending(say, model, uniform_ids(), experts.tiles, h, w2)
+        del h
+        if options.skip_times:
+            continue
         ours = our_calls(experts, w13, w2)
         times = times_of(ours | deep_gemm_calls(experts, w13, w2))
         gemms = {name: ours[name] for name in ("gemm1", "gemm2", "dgrad1")}

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 import triton
 
-from titan_megamoe.backends.hopper import cuda_kernels, fp8_dispatch
+from titan_megamoe.backends.hopper import cuda_kernels, fp8_dispatch, sending
 from titan_megamoe.backends.hopper.jit.compiler import compile_cubin, find_nvcc, find_nvrtc
 from titan_megamoe.errors import MegaMoEError
 
@@ -25,6 +25,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     ("name", "defines"),
     [
         ("fp8_plain", ()),
+        ("fp8_send", ()),
         ("fp8_up", ("SAVE",)),
         ("fp8_up", ("SAVE", "DISPATCH")),
         ("fp8_up", ("DISPATCH",)),
@@ -83,6 +84,10 @@ def test_host_and_kernel_disagree_on_the_words_of_a_dispatch():
     text = cuda_kernels.cuda_source("fp8_up")
     for name in ("ITEM_ROWS", "GROUP_TOKENS", "WORDS_AT"):
         assert f"{name} = {getattr(fp8_dispatch, name)};" in text
+
+
+def test_host_and_kernel_disagree_on_the_unit_of_a_wave():
+    assert f"SLOT_COLUMNS = {sending.WAVE_UNIT};" in cuda_kernels.cuda_source("fp8_send")
 
 
 def test_host_and_kernel_disagree_on_the_launch():

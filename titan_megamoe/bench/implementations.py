@@ -64,7 +64,8 @@ class Implementation:
 def build(label: str, setting: Setting) -> Implementation:
     """The implementation of that name.
 
-    mega_moe, mega_moe@fp8: the fused backend; mega_moe@fp8/fp8: with fp8 weight gradients too. all_to_all:
+    mega_moe, mega_moe@fp8: the fused backend; mega_moe@fp8/fp8: with fp8 weight gradients too;
+    mega_moe+dispatch+send@fp8: with some of TRIALS on, which the record's `impl` names too. all_to_all:
     ours, unfused. torchtitan, torchtitan+compile: stock all-to-all. deepep:24, deepep+compile:24:
     TorchTitan's DeepEP block. deep_gemm: fp8, forward only.
     Raises ConfigError for another name and UnsupportedError for what cannot run here.
@@ -74,7 +75,8 @@ def build(label: str, setting: Setting) -> Implementation:
     precision, _, wgrad = precision.partition("/")
     name, _, compiled = name.partition("+")
     num_sms = int(sms or 0)
-    if compiled not in ("", "compile"):
+    trials = compiled.split("+") if name == "mega_moe" and compiled else []
+    if not set(trials) <= set(TRIALS) or (not trials and compiled not in ("", "compile")):
         raise ConfigError(f"implementation {label!r}: '+{compiled}' is unknown, only '+compile' is.")
     match name:
         case "mega_moe" | "all_to_all" | "reference":
@@ -87,6 +89,9 @@ def build(label: str, setting: Setting) -> Implementation:
             )
             forward = _ours(setting, config)
             made = Implementation(label, name, config.precision, forward, wgrad_precision=wgrad or "bf16")
+            for trial in trials:
+                tried = _with_trial(made.forward, TRIALS[trial])
+                made = replace(made, impl=f"{made.impl}+{trial}", forward=tried)
             return _with_costs(made, setting) if name == "mega_moe" else made
         case "torchtitan":
             forward = _stock(setting, deepep=False, compiled=bool(compiled))
@@ -104,6 +109,32 @@ def build(label: str, setting: Setting) -> Implementation:
         f"implementation {label!r} is unknown; there are mega_moe, all_to_all, reference, torchtitan, deepep "
         f"and deep_gemm."
     )
+
+
+TRIALS: dict[str, dict[str, object]] = {
+    "dispatch": {"DISPATCH_IN_GEMM1": True},
+    "send": {"SEND_IN_GEMM2": True, "WAVE_COLUMNS": 512},
+    "send1024": {"SEND_IN_GEMM2": True, "WAVE_COLUMNS": 1024},
+}
+"""Constants of backends/hopper/fp8_backend.py that wait to be timed, and what they are in a trial."""
+
+
+def _with_trial(
+    forward: Callable[[LayerInputs], Tensor], trial: dict[str, object]
+) -> Callable[[LayerInputs], Tensor]:
+    """The same with those constants, for eager calls."""
+
+    def tried(inputs: LayerInputs) -> Tensor:
+        from ..backends.hopper import fp8_backend
+
+        before = {name: getattr(fp8_backend, name) for name in trial}
+        vars(fp8_backend).update(trial)
+        try:
+            return forward(inputs)
+        finally:
+            vars(fp8_backend).update(before)
+
+    return tried
 
 
 def _with_costs(made: Implementation, setting: Setting) -> Implementation:

@@ -205,7 +205,7 @@ def _crossing(implementation: Implementation, phase: str, hidden: int) -> float:
 
     Ours in fp8: forward, e4m3 and scales there; backward, dy and x there in bf16.
     """
-    if (implementation.impl, implementation.precision) == ("mega_moe", "fp8"):
+    if (implementation.impl.partition("+")[0], implementation.precision) == ("mega_moe", "fp8"):
         return hidden * (1 + 4 / 128 + 2) if phase == "forward" else 6 * hidden
     return 4 * hidden
 

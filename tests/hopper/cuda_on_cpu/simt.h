@@ -437,6 +437,7 @@ DEVICE void sleep_ns(u32) {
     if (++sleeps > 100000) fail("every thread waits");
     yield_fiber();
 }
+DEVICE void fence_system() {}
 
 // --- plain memory and arithmetic --------------------------------------------------------------------------
 
@@ -464,6 +465,18 @@ static void store_shared(u32 address, const void* value, u32 bytes) {
     }
 }
 DEVICE void store_shared_word(u32 address, u32 value) { store_shared(address, &value, 4); }
+DEVICE Words load_shared_words(u32 address) {
+    if (address % 16) fail("a shared load is misaligned");
+    return load_words(shared + address);
+}
+DEVICE u32 load_shared_acquire(u32 address) {
+    yield_fiber();
+    return load_shared_word(address);
+}
+DEVICE void store_shared_release(u32 address, u32 value) {
+    store_shared_word(address, value);
+    ++progress;
+}
 DEVICE void store_shared_pair(u32 address, float first, float second) {
     const float pair[2] = {first, second};
     store_shared(address, pair, 8);

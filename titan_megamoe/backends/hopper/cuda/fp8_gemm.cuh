@@ -21,6 +21,7 @@ struct Problem {
     int experts;             // layers from one segment to the next
     int right_layer;         // layers from the left weight to the right one
     int right_column;        // columns from the left block to the right one: 0 or BLOCK
+    int wave_tiles = ONE_WAVE;  // column tiles of a wave
 
     DEVICE int column_blocks() const { return (columns + BLOCK - 1) / BLOCK; }
     DEVICE int tile_columns() const { return BLOCK + right_column; }
@@ -28,7 +29,7 @@ struct Problem {
     DEVICE const float* weight_scales(int layer, int column) const {
         return scale_b + u64(layer * column_blocks() + min(column / BLOCK, column_blocks() - 1)) * k_blocks;
     }
-    DEVICE Tiles tiles() const { return Tiles(tile_expert, num_tiles, columns, tile_columns()); }
+    DEVICE Tiles tiles() const { return Tiles(tile_expert, num_tiles, columns, tile_columns(), wave_tiles); }
 };
 
 // Rows that were there before the launch.

@@ -217,6 +217,9 @@ DEVICE void store_float(float* to, float value) {
     asm volatile("st.global.f32 [%0], %1;" ::"l"(to), "f"(value) : "memory");
 }
 
+// What this thread wrote, to a peer's memory too, comes before what is released after it, by whomever.
+DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
 DEVICE void sleep_ns(u32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns) : "memory"); }
 
 // --- plain memory and arithmetic --------------------------------------------------------------------------
@@ -236,6 +239,26 @@ DEVICE u32 load_shared_word(u32 address) {
     u32 value;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
     return value;
+}
+
+DEVICE Words load_shared_words(u32 address) {
+    Words w;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.at[0]), "=r"(w.at[1]), "=r"(w.at[2]), "=r"(w.at[3])
+                 : "r"(address)
+                 : "memory");
+    return w;
+}
+
+// What a thread of the block did before its store_shared_release is done when this sees its value.
+DEVICE u32 load_shared_acquire(u32 address) {
+    u32 value;
+    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+    return value;
+}
+
+DEVICE void store_shared_release(u32 address, u32 value) {
+    asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
 DEVICE void store_shared_word(u32 address, u32 value) {
