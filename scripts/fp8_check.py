@@ -385,8 +385,8 @@ ABLATIONS: dict[str, list[tuple[str, str]]] = {
     ],
     "no epilogue": [
         (
-            "accumulate(p, s, tile, at, sums);",
-            "accumulate(p, s, tile, at, sums); float all = 0.f;\n#pragma unroll\n"
+            "accumulate(p, s, at, sums);",
+            "accumulate(p, s, at, sums); float all = 0.f;\n#pragma unroll\n"
             "for (int i = 0; i < 64; ++i) all += sums.left[i] + sums.right[i];\n"
             "if (all != 1.25e30f) continue;",
         )

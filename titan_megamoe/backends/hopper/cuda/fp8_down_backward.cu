@@ -173,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_down_backward(
                 state.lower_live = row + int(lane / 4) + 8 < end;
             }
             Sums sums;
-            accumulate(p, s, tile, at, sums);
+            accumulate(p, s, at, sums);
             u32 unreleased = STAGES;  // the stage whose results the copy engine may still be reading
 
             // After the sums: a stage's bf16 results leave, and the stage before goes back to the producer.

@@ -130,7 +130,7 @@ struct Stage {
 // The sums of a tile, for the 64 rows of this warpgroup. While one warpgroup promotes, the other multiplies: the
 // shorter the way from a product's end to the next one's start, the surer. So the next stage is opened under the
 // products of this one.
-DEVICE void accumulate(const Problem& p, const Shared& s, const Tile& tile, Position& at, Sums& sums) {
+DEVICE void accumulate(const Problem& p, const Shared& s, Position& at, Sums& sums) {
     const u32 lane = threadIdx.x % 32;
     const u32 row = threadIdx.x / 32 * WARP_ROWS + lane / 4;
     const u32 group = __shfl_sync(~0u, threadIdx.x / 128, 0);

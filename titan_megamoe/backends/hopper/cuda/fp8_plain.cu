@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_plain(
         for (Tiles tiles = p.tiles(); tiles.more(); tiles.advance()) {
             const Tile tile = tiles.tile();
             Sums sums;
-            accumulate(p, s, tile, at, sums);
+            accumulate(p, s, at, sums);
             const int row = tile.row + warp * WARP_ROWS;
             send_bf16(out, sums.left, pieces, columns, tile.column, row, 0);
             send_bf16(out, sums.right, pieces, columns, tile.column + BLOCK, row, 0);

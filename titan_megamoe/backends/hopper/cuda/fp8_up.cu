@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_up(
             const float upper_weight = __ldg(weight + row + lane / 4);
             const float lower_weight = __ldg(weight + row + lane / 4 + 8);
             Sums sums;
-            accumulate(p, s, tile, at, sums);
+            accumulate(p, s, at, sums);
 #ifdef SAVE
             send_bf16(gate_up, sums.left, pieces, columns, tile.column, row, 0);
 #endif
