@@ -228,7 +228,7 @@ def test_script_for_gpus_fails_or_misses_wrong_sums(tmp_path, monkeypatch, capsy
     kernels.run_on_cpu(monkeypatch, tmp_path)
     monkeypatch.setattr(gemm_common, "_sm_count", lambda device: 1)
     torch.manual_seed(0)
-    ids = torch.stack([torch.randperm(6)[:3] for _ in range(34)])
+    ids = torch.stack([torch.randperm(6)[:5] for _ in range(34)])  # 80 slots a chunk, 40 of them with rows
     counts = [int((ids == expert).sum()) for expert in range(3)]
     tiles = tiles_from_counts(counts, sum(counts) + 128, "cpu")
     h = reference_rows(torch.randn(tiles.pool_rows, 16).bfloat16())

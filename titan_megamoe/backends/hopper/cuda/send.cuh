@@ -19,8 +19,8 @@
 // are read by the copy engine, hence a proxy fence on either side.
 //
 // No deadlock: multiplying warps wait for nobody here. Warp 9 ends with them. A sending warp waits only for a
-// wave, and no longer than until its block has two tiles left; then it claims nothing either, so that its last
-// chunk is finished beside the last products. A claimed chunk waits for nothing but copies. So no block waits for
+// wave, and no longer than until its block has LAST_TILES tiles left; then it claims nothing either, so that its
+// last chunk is finished beside the last products. A claimed chunk waits for nothing but copies. So no block waits for
 // another, resident or not.
 //
 // A peer's buffer may be written: a rank reads its partial sums only in the combine of a call, announces the next
@@ -54,6 +54,7 @@ struct Sending {
 constexpr int SEND_WARPS = 2;
 constexpr int SLOTS = 7;  // rows on their way to a sending warp
 constexpr int SLOT_COLUMNS = 512;
+constexpr int LAST_TILES = 2;  // of the block, beside which no chunk is claimed
 constexpr u32 SLOT_BYTES = 2 * SLOT_COLUMNS;
 static_assert(SEND_WARPS * SLOTS + 1 <= WARPS * (PIECE_BYTES / SLOT_BYTES), "slots and one more for words");
 
@@ -245,7 +246,7 @@ DEVICE void send_sums(const Problem& p, const Shared& shared, const Sending& d, 
     for (int wave = 0; wave < last;) {
         u32 claim = NOT_YET;
         if (lane == 0) {
-            if (int(load_shared_acquire(s.stored(0))) + 2 >= own_tiles) {
+            if (int(load_shared_acquire(s.stored(0))) + LAST_TILES >= own_tiles) {
                 claim = NO_MORE;
             } else if (load_acquire(d.stored(wave)) == tiles_of_wave) {
                 fence_async_proxy_global();
