@@ -171,3 +171,33 @@ def test_slurm_s_nodes_get_other_arguments(tmp_path: Path, environment: dict[str
     else:
         assert said.returncode == 2
         assert "no_such.toml: neither a job file nor a folder" in said.stderr, said.stderr
+
+
+def test_measurements_ask_for_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every part of measure.sh, with a `python` that only writes down what it was to run."""
+    from titan_megamoe.bench import compare
+    from titan_megamoe.bench.__main__ import arguments
+
+    monkeypatch.chdir(ROOT)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/bash\n[ "$1" = -c ] || (IFS=$\'\\t\'; echo "$*" >>{tmp_path}/ran)\n')
+    python.chmod(0o755)
+    script = ROOT / "scripts/measure.sh"
+    parts = re.findall(r"^(\w+)\(\) \{", script.read_text(), re.MULTILINE)
+    parts = [part for part in parts if part not in ("bench", "text")]
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path), "TEXT": "t"}
+    said = subprocess.run(
+        ["bash", str(script), *parts], env=environment | {"COMMIT": "abc"}, capture_output=True, text=True
+    )
+    assert said.returncode == 0, said.stderr
+    help_ = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True).stderr
+    assert all(re.search(rf"\b{part}\b", help_) for part in parts), help_
+    ran = [line.split("\t") for line in (tmp_path / "ran").read_text().splitlines()]
+    assert len(ran) > len(parts)
+    for command in ran:
+        if command[:2] == ["-m", "titan_megamoe.bench"]:
+            args = arguments().parse_args(command[2:])
+            assert args.commit == "abc" and Path(args.out).suffix == ".json"
+            assert all(c.path.is_file() for c in compare.expand(getattr(args, "jobs", [])))
+        else:
+            assert all((ROOT / word).exists() for word in command if word.startswith(("scripts/", "tests/")))

@@ -20,7 +20,7 @@ from ..errors import MegaMoEError
 from . import calibrate, compare, curves, layer, report, soak, trace
 
 
-def main() -> int:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m titan_megamoe.bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     layer.add_arguments(commands.add_parser("layer", help=layer.__doc__))
@@ -30,11 +30,15 @@ def main() -> int:
     compare.add_arguments(commands.add_parser("compare"))
     curves.add_arguments(commands.add_parser("curves"))
     soak.add_arguments(commands.add_parser("soak"))
+    return parser
+
+
+def main() -> int:
     # What follows -- are TorchTitan's options, which argparse must not read.
     own, options = sys.argv[1:], []
     if "--" in own:
         own, options = own[: own.index("--")], own[own.index("--") + 1 :]
-    args = parser.parse_args(own)
+    args = arguments().parse_args(own)
     alone: dict[str, Callable[[], int]] = {
         "report": lambda: report.run(args),
         "compare": lambda: compare.run(args, options),

@@ -1,0 +1,97 @@
+#!/usr/bin/env bash
+# Measure again, on two GPUs, what README.md and docs/report.md quote:
+#   scripts/measure.sh kernels layers steps          these parts, one after the other, into docs/benchmarks
+#   OUT=results scripts/measure.sh soak              into another folder
+#   TEXT=books.jsonl scripts/measure.sh curves       loss curves need text: JSON lines with a field text
+# Parts, each a few minutes: tests kernels stages layers steps steps_235b curves wgrad soak trace tokens routing single
+# rates many. Afterwards: python -m titan_megamoe.bench report
+# COMMIT names the commit where git can't. A part that fails is named at the end, and the others run.
+set -uo pipefail
+jobs=train_configs/qwen3_30b_a3b
+
+bench() { # subcommand, file, arguments
+    local subcommand=$1 file=$2
+    shift 2
+    python -m titan_megamoe.bench "$subcommand" ${COMMIT:+--commit "$COMMIT"} --out "$out/$file" "$@"
+}
+text() {
+    if [ -z "${TEXT:-}" ]; then
+        echo "set TEXT to a file of JSON lines with a field text" >&2
+        return 1
+    fi
+}
+
+ALL=mega_moe,mega_moe@fp8,mega_moe@fp8/fp8,mega_moe@fp8_bwd,torchtitan+compile,deepep+compile:48,deep_gemm
+OURS=mega_moe,mega_moe@fp8,torchtitan+compile,deepep+compile:48
+
+tests() {
+    timeout 240 python -m pytest -q -x -m gpu tests/hopper/test_fused_gpu.py tests/hopper/test_fp8_gpu.py &&
+        timeout 200 python -m pytest -q -m gpu -k fused tests/test_gpu_faults.py tests/test_op.py
+}
+kernels() { timeout 400 python scripts/fp8_check.py --out "$out/gemm/fp8.json"; }
+stages() {
+    timeout 200 python scripts/fused_stages.py && timeout 200 python scripts/fused_stages.py --precision fp8
+}
+layers() {
+    bench layer layer_30b.json --model qwen3-30b-a3b --impls "$ALL" &&
+        bench layer layer_235b.json --model qwen3-235b-a22b --impls "$ALL"
+}
+steps() { bench compare step_30b_2gpu.json "$jobs/2gpu"; }
+steps_235b() { bench compare step_235b_2gpu.json train_configs/qwen3_235b_a22b/2gpu; }
+curves() {
+    text && bench curves curves_30b_precisions.json --dataset "$TEXT" --steps 200 \
+        "$jobs"/2gpu_curves/{torchtitan,mega_moe_bf16,mega_moe_fp8,mega_moe_fp8_bwd}.toml \
+        "$jobs/2gpu_curves/mega_moe_fp8.toml:mega_moe.wgrad_precision=fp8" &&
+        bench curves curves_30b_stock.json --dataset "$TEXT" --steps 50 \
+            "$jobs"/2gpu/{torchtitan,torchtitan,mega_moe_bf16}.toml
+}
+wgrad() { # which weight gradients `fp8` should have, by time; `curves` says it by loss
+    bench compare step_30b_wgrad.json "$jobs/2gpu/mega_moe_fp8.toml" \
+        "$jobs/2gpu/mega_moe_fp8.toml:mega_moe.wgrad_precision=fp8"
+}
+soak() {
+    bench soak soak_bf16.json --ranks 2 --steps 1000 && bench soak soak_fp8.json --ranks 2 --steps 1000 --precision fp8
+}
+trace() { bench trace trace_30b.json --impls "$OURS"; }
+tokens() {
+    bench layer layer_tokens.json --impls "$OURS" --tokens 1024 --tokens 4096 --tokens 16384 --tokens 32768
+}
+routing() {
+    bench layer layer_routing.json --impls "$OURS" --routing zipf --routing hot_expert --routing hot_rank
+}
+single() { bench layer layer_30b_ep1.json --ep 1 --impls mega_moe,mega_moe@fp8,torchtitan+compile; }
+rates() { bench calibrate calibration_h200.json; }
+many() { # 4 and 8 ranks that share the GPUs
+    TITAN_MEGAMOE_SHARED_GPUS=1 timeout 400 python -m pytest -q -m gpu tests/hopper/test_many_ranks.py &&
+        bench soak soak_8_ranks.json --ranks 8 --share-gpus --tokens 128 --hidden 256 --intermediate 384 --steps 100 \
+            --repeats 10
+}
+
+if [ $# -eq 0 ]; then
+    sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0" >&2
+    exit 2
+fi
+failed=
+for part in "$@"; do
+    if [ "$(type -t "$part")" != function ] || [ "$part" = bench ] || [ "$part" = text ]; then
+        echo "no part '$part'; scripts/measure.sh without arguments names them" >&2
+        exit 2
+    fi
+done
+
+root=$(cd "$(dirname "$0")/.." && pwd)
+has_all='import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("torchtitan", "torchao", "torch"))))'
+if ! python -c "$has_all" 2>/dev/null; then
+    . "$root/scripts/env.sh"
+fi
+cd "$root"
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" COLUMNS=${COLUMNS:-150}
+out=${OUT:-docs/benchmarks}
+mkdir -p "$out/gemm"
+for part in "$@"; do
+    begin=$SECONDS
+    echo "== $part"
+    "$part" || failed+=" $part"
+    echo "== $part: $((SECONDS - begin)) s"
+done
+[ -z "$failed" ] || { echo "failed:$failed" >&2 && exit 1; }
