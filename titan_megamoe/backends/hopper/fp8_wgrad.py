@@ -24,7 +24,7 @@ from ...errors import ConfigError
 from ...precision.quantize import AMAX_FLOOR, BLOCK, E4M3_MAX
 from ...routing import RoutingPlan
 from .cuda_kernels import launch, operand_map, store_map
-from .fp8_quantize import check_fp8_dims, magnitude_bits
+from .fp8_quantize import check_fp8_dims, magnitude_bits_bf16
 from .gemm_common import check_matrix, check_pool
 from .layout import cdiv
 from .tiles import BLOCK_M, PoolTiles
@@ -37,6 +37,7 @@ _FLOOR = tl.constexpr(_ROUNDED_FLOOR)
 _FLOOR_FACTOR = tl.constexpr(E4M3_MAX / _ROUNDED_FLOOR)
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _BLOCK = tl.constexpr(BLOCK)
+_WORDS = tl.constexpr(BLOCK // 4)
 assert BLOCK == BLOCK_M
 
 
@@ -70,29 +71,31 @@ def _quantize_columns_kernel(
     if tile < tl.load(num_tiles_ptr):
         expert = tl.load(tile_expert_ptr + tile)
         end = tl.load(offs_ptr + expert) + tl.load(counts_ptr + expert)
-        row = tile * _BLOCK + tl.arange(0, _BLOCK)
+        # A thread has every 16th of these rows, so that four that follow each other in the pool make a word.
+        place = tl.arange(0, _BLOCK)
+        row = tile * _BLOCK + place % 16 * 8 + place // 16
         col = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
         live = row < end
         mask = live[:, None] & (col < N)[None, :]
         if GATHERED:
             source = tl.load(row_source_ptr + row, mask=live, other=0)
             here = source >= 0
-            start = tl.where(here, source, -2 - source).to(tl.int64) * N
-            at = tl.multiple_of(start, [16])[:, None] + col[None, :]
-            own = tl.load(x_ptr + at, mask=mask & here[:, None], other=0.0)
-            raw = tl.load(received_ptr + at, mask=mask & (source < 0)[:, None], other=own)
+            start = tl.multiple_of(tl.where(here, source, -2 - source).to(tl.int64) * N, [16])
+            start_ptr = tl.where(here, x_ptr + start, received_ptr + start)
         else:
-            start = (matrix * P + row) * N
-            raw = tl.load(x_ptr + start[:, None] + col[None, :], mask=mask, other=0.0)
-        x = raw.to(tl.float32)
-        if GUARD:
-            x = tl.where(tl.load(state_ptr + 1) != 0, float("nan"), x)
-        amax = tl.max(magnitude_bits(x), axis=0).to(tl.float32, bitcast=True)
+            start_ptr = x_ptr + (matrix * P + row) * N
+        x = tl.load(start_ptr[:, None] + col[None, :], mask=mask, other=0.0)
+        amax = (tl.max(magnitude_bits_bf16(x), axis=0) << 16).to(tl.float32, bitcast=True)
         factor = tl.where(amax <= _FLOOR, _FLOOR_FACTOR, tl.div_rn(_E4M3_MAX, amax))
-        scaled = tl.where(live[:, None], x * factor[None, :], 0.0)  # 0 beside a NaN, too
-        data = tl.trans(scaled.to(tl.float8e4nv))
-        to = (matrix * N + col)[:, None] * P + row[None, :]
-        tl.store(data_ptr + to, data, mask=(col < N)[:, None])
+        if GUARD:
+            factor = tl.where(tl.load(state_ptr + 1) != 0, float("nan"), factor)
+        scaled = tl.where(live[:, None], x.to(tl.float32) * factor[None, :], 0.0)  # 0 beside a NaN, too
+        data = tl.reshape(
+            scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32), [2, 4, 16, _BLOCK]
+        )
+        words = tl.permute(tl.sum(data << (tl.arange(0, 4) * 8)[None, :, None, None], 1), [2, 1, 0])
+        to = (matrix * N + col)[:, None] * (P // 4) + tile * _WORDS + tl.arange(0, _WORDS)[None, :]
+        tl.store(data_ptr + to, tl.reshape(words, [_BLOCK, _WORDS]), mask=(col < N)[:, None])
         to_scale = (matrix * (P // _BLOCK) + tile) * SCALES + col
         tl.store(scale_ptr + to_scale, tl.div_rn(1.0, factor), mask=col < N)
 
@@ -133,7 +136,7 @@ def quantize_columns(
     launch_triton(_quantize_columns_kernel, (cdiv(columns, BLOCK), rows // BLOCK, matrices),
         x, x if received is None else received, tiles.offs if plan is None else plan.row_source,
         tiles.offs if state is None else state,
-        out.data, out.scale, tiles.tile_expert, tiles.num_tiles, tiles.offs, tiles.counts,
+        out.data.view(torch.int32), out.scale, tiles.tile_expert, tiles.num_tiles, tiles.offs, tiles.counts,
         columns, rows, out.scale.shape[2], GATHERED=plan is not None, GUARD=state is not None,
         num_warps=8,
     )  # fmt: skip
