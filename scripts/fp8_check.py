@@ -30,7 +30,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -51,7 +50,7 @@ from titan_megamoe.backends.hopper.fp8_gemm import (
 from titan_megamoe.backends.hopper.fp8_quantize import QuantizedWeight, quantize_rows, quantize_weights
 from titan_megamoe.backends.hopper.fp8_wgrad import quantize_columns, wgrad_fp8
 from titan_megamoe.backends.hopper.jit.cache import cache_dirs, cached_cubin
-from titan_megamoe.backends.hopper.tiles import BLOCK_M, PoolTiles, tiles_from_counts
+from titan_megamoe.backends.hopper.tiles import BLOCK_M, tiles_from_counts
 from titan_megamoe.backends.hopper.wgrad import wgrad_down, wgrad_up
 from titan_megamoe.precision import quantize_act_1x128, quantize_weight_128x128
 from titan_megamoe.routing import PlanShape, RoutingPlan, plan_reference
@@ -225,16 +224,6 @@ def uniform_counts(seed: int = 0) -> list[int]:
     return counts[: EXPERTS // EP].tolist()
 
 
-def uniform_plan(tiles: PoolTiles, seed: int = 0) -> Any:
-    """As much of the plan of `uniform_counts` as a gather reads; peers' tokens in their own order."""
-    ids = uniform_ids(seed).cuda()
-    row_source = torch.full((tiles.pool_rows,), -1, dtype=torch.int32, device="cuda")
-    for expert, first in enumerate(tiles.offs[:-1].tolist()):
-        token = (ids == expert).any(1).nonzero().flatten()
-        row_source[first : first + len(token)] = torch.where(token < TOKENS, token, TOKENS - 2 - token).int()
-    return SimpleNamespace(row_source=row_source, shape=SimpleNamespace(pool_rows=tiles.pool_rows))
-
-
 @functools.cache
 def full_plan() -> RoutingPlan:
     """Rank 0's plan of `uniform_ids`, for the pool of `make_experts`."""
@@ -345,7 +334,7 @@ def our_calls(experts: Experts, w13: QuantizedWeight, w2: QuantizedWeight) -> di
     dgu, dgu16, h16 = back.dgu, back.dgu16, back.h_RI
     assert dgu16 is not None and h16 is not None
     x8, dy8, dgu8, h8 = (quantize_columns(t, tiles) for t in (experts.x, experts.dy, dgu16, h16))
-    plan = uniform_plan(tiles)
+    plan = RoutingPlan.over(full_plan().flat.cuda(), full_plan().shape)
     out = torch.empty_like(experts.x)
     tokens = experts.x[:TOKENS].nan_to_num().contiguous()
     others = experts.dy[:TOKENS].nan_to_num().contiguous()

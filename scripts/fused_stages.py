@@ -187,6 +187,15 @@ def whole(bench: Bench, calls: list[MoECall], halves: list[str], rounds: int) ->
     }  # fmt: skip
 
 
+def staged_plan(clock, call, workspace, plan, signature):
+    """The peers' meeting and the plan, by themselves."""
+    clock("f open", fused._open, workspace, plan, call, signature, backward=False)
+    clock(
+        "f plan", fused.build_plans, [plan], workspace.ids, workspace.weights, workspace.delta,
+        workspace.state, workspace.report, signature,
+    )  # fmt: skip
+
+
 def staged_forward(clock, call, half):
     """Every stage of a forward by itself; what the backward needs."""
     workspace, shape = fused._prepare(call)
@@ -201,11 +210,7 @@ def staged_forward(clock, call, half):
         "f publish", fused.publish, x, workspace.x, copy_x=peers,
         routing=(call.topk_ids, call.topk_weights, workspace.ids, workspace.weights, EXPERTS),
     )  # fmt: skip
-    clock("f open", fused._open, workspace, plan, call, signature, backward=False)
-    clock(
-        "f plan", fused.build_plans, [plan], workspace.ids, workspace.weights, workspace.delta,
-        workspace.state, workspace.report, signature,
-    )  # fmt: skip
+    staged_plan(clock, call, workspace, plan, signature)
     if half == "expanded":
         clock("f expand", fused.expand, plan, x, workspace.x, workspace.delta, from_peers=peers, out=rows,
               keep=recv)  # fmt: skip
@@ -230,11 +235,7 @@ def staged_forward_fp8(clock, backend, call, half):
         routing=(call.topk_ids, call.topk_weights, workspace.ids, workspace.weights, EXPERTS),
     )  # fmt: skip
     local = clock("f quantize", fp8._quantize_to_share, call.x, workspace)
-    clock("f open", fused._open, workspace, plan, call, signature, backward=False)
-    clock(
-        "f plan", fused.build_plans, [plan], workspace.ids, workspace.weights, workspace.delta,
-        workspace.state, workspace.report, signature,
-    )  # fmt: skip
+    staged_plan(clock, call, workspace, plan, signature)
     if half == "expanded":
         x8 = clock("f expand", fp8._dispatch, plan, local, workspace)
         h, _ = clock("f gemm1", fp8.gemm_up_fp8, x8, w13, plan.row_weight, plan.tiles)

@@ -28,7 +28,7 @@ tests() {
     timeout 240 python -m pytest -q -x -m gpu tests/hopper/test_fused_gpu.py tests/hopper/test_fp8_gpu.py &&
         timeout 200 python -m pytest -q -m gpu -k fused tests/test_gpu_faults.py tests/test_op.py
 }
-kernels() { timeout 400 python scripts/fp8_check.py --out "$out/gemm/fp8.json"; }
+kernels() { timeout 400 python scripts/fp8_check.py --out "$out/gemm/fp8_kernels.json"; }
 stages() {
     timeout 200 python scripts/fused_stages.py && timeout 200 python scripts/fused_stages.py --precision fp8
 }
