@@ -6,9 +6,8 @@ First what must be right, or the exit status is 1: the quantizers bit for bit, e
 emulated recipe on small shapes with tails and on full ones, NaN and Inf, two runs to the bit. Then times
 (also where a limit was missed): 64 local experts, rows as uniform routing of 2 × 16384 tokens to 8 of 128
 experts gives them, medians of events, all candidates in turn. TFLOP/s counts real rows. `predicted` is
-docs/design_fp8.md's. GEMMs are timed in several orders of their two warpgroups' work too (GIVE_TURN,
-cuda/fp8_gemm.cuh), GEMM2 also in waves of columns, without and with partial sums sent meanwhile
-(fp8_sending.py).
+docs/design_fp8.md's.
+cuda/fp8_gemm.cuh).
 --ablate also times kernels that leave out a part (wrong results, for the breakdown of their time).
 
 CUDA kernels are compiled side by side at the start. A model's times are written as soon as they are there. A
@@ -35,7 +34,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from fp8_sending import check_sending, sending_calls
 from torch import Tensor
 
 from titan_megamoe.backends.hopper import cuda_kernels
@@ -361,7 +359,7 @@ def our_calls(experts: Experts, w13: QuantizedWeight, w2: QuantizedWeight) -> di
         "columns of x": lambda: quantize_columns(tokens, tiles, plan=plan, received=others),
         "columns of x, from the pool": lambda: quantize_columns(experts.x, tiles),
     }
-    return calls | sending_calls(uniform_ids(), tiles, h, w2, out)
+    return calls
 
 
 ABLATIONS: dict[str, list[tuple[str, str]]] = {
@@ -414,53 +412,11 @@ def source_with(changes: list[tuple[str, str]]) -> Iterator[None]:
         cuda_kernels._loaded.cache_clear()
 
 
-# A block without a tile gets no stage: it waits 50 µs and goes on. Under a condition that the lanes of a warp
-# do not share, the compiler would keep operands in registers of each thread from here on.
-LAG = """        if (__shfl_sync(~0u, threadIdx.x / 128, 0) == 1) {{
-            const long long start = clock64();
-            for (u32 filled = 0; !filled && clock64() - start < 100000;)
-                asm volatile("{{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], 0; "
-                             "selp.u32 %0, 1, 0, p; }}" : "=r"(filled) : "r"(s.full(0)) : "memory");
-            for (const long long begin = clock64(); clock64() - begin < {cycles};) {{}}
-            __syncwarp();
-        }}
-"""
-TURNS: dict[str, list[tuple[str, str]]] = {
-    "opened late": [
-        ("        if (stages > 1) stage.open(s, at, group, row);\n", ""),
-        (
-            "promote(sums.right, product, upper, lower);",
-            "promote(sums.right, product, upper, lower);\nif (stages > 1) stage.open(s, at, group, row);",
-        ),
-    ],
-    "in turn": [("GIVE_TURN = 0;", "GIVE_TURN = 1;")],
-    "in turn, early": [("GIVE_TURN = 0;", "GIVE_TURN = 2;")],
-    "second lags 600": [("        open_turns();\n", "        open_turns();\n" + LAG.format(cycles=600))],
-    "second lags 1200": [("        open_turns();\n", "        open_turns();\n" + LAG.format(cycles=1200))],
-    "freely, again": [],
-}
-"""When a warpgroup opens a stage, and when it lets the other multiply: never a bit of the result."""
-
-
-TURNED = (
-    ("fp8_up", ("SAVE",)),
-    ("fp8_plain", ()),
-    ("fp8_down_backward", ("WRITE_GRADS", "WRITE_H")),
-    ("fp8_down_backward", ("WRITE_GRADS", "WRITE_H", "COLUMNS")),
-    ("fp8_wgrad", ()),
-)
-"""What is checked and timed with each of TURNS."""
-
-
 def compile_all() -> None:
-    """Every kernel, and those that take turns, on all processors."""
+    """Every kernel, on all processors."""
     faulthandler.cancel_dump_traceback_later()  # there may be few
-    wanted: dict[tuple[str, str, tuple[str, ...]], None] = {}
-    for change, variants in (([], VARIANTS), *((change, TURNED) for change in TURNS.values())):
-        with source_with(change):
-            wanted |= {(cuda_kernels.cuda_source(name), name, defines): None for name, defines in variants}
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(threads.map(lambda kernel: cached_cubin(*kernel), wanted))
+        list(threads.map(lambda kernel: cached_cubin(cuda_kernels.cuda_source(kernel[0]), *kernel), VARIANTS))
 
 
 def times_with(
@@ -473,20 +429,6 @@ def times_with(
         with source_with(change):
             times |= times_of({f"{name}, {what}": call for name, call in calls.items()})
     return times
-
-
-def check_turns(experts: Experts) -> bool:
-    """Every bit is the same in every order."""
-    quantizers: dict[str, Any] = dict(
-        quantize_rows=gpu_rows, quantize_weights=quantize_weights, quantize_columns=quantize_columns
-    )
-    freely, right = run_chain(experts, **quantizers), True
-    for what, change in TURNS.items():
-        with source_with(change):
-            same = equal_chains(experts, freely, run_chain(experts, **quantizers))
-        say(f"{what:<17} {'equal bit for bit' if same else 'DIFFERS'}")
-        right &= same
-    return right
 
 
 def times_of(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
@@ -561,7 +503,6 @@ def main() -> int:
             f"H {hidden}, I {intermediate}", make_experts(hidden, intermediate, counts, "cuda")
         )
     right &= check_not_numbers()
-    right &= check_turns(make_experts(256, 384, [44, 0, 300], "cuda"))
     # The simulator's own reference for one shape: the quantizers' definition on the GPU.
     experts = make_experts(256, 384, [130, 7], "cuda")
     errors = chain_errors(experts, run_chain(experts, quantize_rows=reference_rows))
@@ -570,20 +511,14 @@ def main() -> int:
     for model in options.models:
         experts = make_experts(*MODELS[model], uniform_counts(), "cuda")
         right &= check_chain(f"{model}, experts 0, 63", experts, [0, 63])
+        if options.skip_times:
+            continue
         experts.x.nan_to_num_()
         experts.dy.nan_to_num_()
         w13, w2 = quantize_weights([experts.w1, experts.w3]), quantize_weights([experts.w2])
-        h, _ = gemm_up_fp8(gpu_rows(experts.x), w13, experts.weight, experts.tiles, save=False)
-        right &= check_sending(say, model, uniform_ids(), experts.tiles, h, w2)
-        del h
-        if options.skip_times:
-            continue
         ours = our_calls(experts, w13, w2)
         times = times_of(ours | deep_gemm_calls(experts, w13, w2))
         gemms = {name: ours[name] for name in ("gemm1", "gemm2", "dgrad1")}
-        times |= times_with(
-            TURNS, gemms | {name: ours[name] for name in ("dgrad2", "dgrad2, columns", "dW13")}
-        )
         if options.ablate:
             times |= times_with(ABLATIONS, gemms)
         rows += results(model, experts, times)

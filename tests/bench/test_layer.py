@@ -124,26 +124,25 @@ def test_bytes_over_nvlink_are_those_of_another_precision() -> None:
 
     assert crossing("mega_moe", "bf16", "forward") == crossing("torchtitan", "bf16", "backward") == 512
     assert crossing("mega_moe", "fp8", "forward") == 128 + 4 + 256
-    assert crossing("mega_moe+send", "fp8", "forward") == 128 + 4 + 256
+    assert crossing("mega_moe+expand", "fp8", "forward") == 128 + 4 + 256
     assert crossing("mega_moe", "fp8", "backward") == 3 * 256
     assert crossing("mega_moe", "fp8_bwd", "backward") == 512
 
 
 def test_a_trial_is_off_or_stays_on(cpu: Setting, monkeypatch) -> None:
-    fp8_backend = pytest.importorskip("titan_megamoe.backends.hopper.fp8_backend")
+    hopper = pytest.importorskip("titan_megamoe.backends.hopper.backend")
     seen = []
 
-    def constants(*_):
-        return fp8_backend.DISPATCH_IN_GEMM1, fp8_backend.SEND_IN_GEMM2, fp8_backend.WAVE_COLUMNS
+    def first_half(*_):
+        return hopper.FusedBackend.first_half
 
-    before = constants()
-    monkeypatch.setattr(implementations, "_ours", lambda *_: lambda inputs: seen.append(constants()))
-    trial, plain = build("mega_moe+dispatch+send1024@fp8", cpu), build("mega_moe@fp8", cpu)
-    assert (trial.impl, trial.precision, plain.impl) == ("mega_moe+dispatch+send1024", "fp8", "mega_moe")
+    monkeypatch.setattr(implementations, "_ours", lambda *_: lambda inputs: seen.append(first_half()))
+    trial, plain = build("mega_moe+expand@fp8", cpu), build("mega_moe@fp8", cpu)
+    assert (trial.impl, trial.precision, plain.impl) == ("mega_moe+expand", "fp8", "mega_moe")
     trial.forward(None), plain.forward(None)
-    assert seen == [(True, True, 1024), before]
+    assert seen == ["expanded", "auto"]
     with pytest.raises(ConfigError, match="is unknown"):
-        build("all_to_all+send", cpu)
+        build("all_to_all+expand", cpu)
     with pytest.raises(ConfigError, match="is unknown"):
         build("mega_moe+compile@fp8", cpu)
 

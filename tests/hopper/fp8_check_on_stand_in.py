@@ -56,7 +56,7 @@ def main() -> int:
     import fp8_check
 
     for name, value in {
-        "MODELS": {"30b": (256, 384), "235b": (1152, 256)},
+        "MODELS": {"30b": (256, 384), "235b": (512, 256)},
         "SMALL": [(256, 384, [44, 0, 129])],
         "EXPERTS": 16,
         "TOP_K": 4,

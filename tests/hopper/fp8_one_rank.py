@@ -95,9 +95,10 @@ def in_one_launch(*shapes):
     """Dispatch inside GEMM1 gives the bits of an expansion before it."""
     for shape in shapes:
         arguments = inputs(*shape)
-        before = layer(arguments)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fp8_backend, "DISPATCH_IN_GEMM1", True)
+            patch.setattr(fp8_backend.Fp8FusedBackend, "first_half", "expanded")
+            before = layer(arguments)
+            patch.setattr(fp8_backend.Fp8FusedBackend, "first_half", "gathered")
             patch.setattr(fp8_backend, "expand_fp8", None)
             inside = layer(arguments)
         assert all(

@@ -99,16 +99,12 @@ def test_simulator_misses_a_tile_that_does_not_wait(before, after, complaint, tm
         check(make_case((40, 150), 0, 1, 1, 144))
 
 
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize(("half", "wanted"), [("auto", None), ("gathered", False), ("expanded", True)])
-def test_a_call_does_not_expand_as_it_is_told_or_has_more_slots_than_lanes(half, wanted, inside, monkeypatch):
+@pytest.mark.parametrize(("half", "wanted"), [("auto", False), ("gathered", False), ("expanded", True)])
+def test_a_call_does_not_expand_as_it_is_told_or_has_more_slots_than_lanes(half, wanted):
     backend = fp8_backend.Fp8FusedBackend()
     backend.first_half = half
-    monkeypatch.setattr(fp8_backend, "DISPATCH_IN_GEMM1", inside)
     config = MegaMoEConfig(precision="fp8")
-    assert backend.expands(SimpleNamespace(config=config, top_k=32)) is (
-        not inside if wanted is None else wanted
-    )
+    assert backend.expands(SimpleNamespace(config=config, top_k=32)) is wanted
     assert backend.expands(SimpleNamespace(config=config, top_k=33))
 
 

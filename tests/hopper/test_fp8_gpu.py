@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
@@ -14,9 +12,7 @@ import fp8_one_rank
 from test_op import check
 
 from titan_megamoe import MegaMoEConfig
-from titan_megamoe.backends.hopper import fp8_backend
 from titan_megamoe.backends.hopper.backend import FusedBackend
-from titan_megamoe.backends.hopper.sending import Sending
 from titan_megamoe.testing.fp8_chain import chain_errors, limits_of, make_experts, run_chain
 from titan_megamoe.testing.oracle import assert_within
 from titan_megamoe.testing.problems import Problem, assemble, run_rank
@@ -131,54 +127,3 @@ def test_dispatch_inside_gemm1_changes_a_bit_of_the_layer(rank_pool, name):
 def test_dispatch_inside_gemm1_waits_for_blocks_that_are_not_there(rank_pool):
     problem = Problem(tokens=(1500, 1200), experts=16, top_k=8, hidden=2048, intermediate=768)
     assert rank_pool(2, "cuda").run(_halves, problem, 3, 100) == [set(), set()]
-
-
-def sends(rank: int, problem: Problem, config: MegaMoEConfig, wave_columns: int, repeats: int):
-    """Results where GEMM2 sends partial sums; whether all such runs, with ranks out of step, have the bits of
-    one in which it does not; chunks that it sent in each forward.
-    """
-    begin, counters, sleeps = Sending.begin, [], random.Random(rank)
-
-    def counted(*arguments) -> Sending:
-        sending = begin(*arguments)
-        assert sending is not None
-        counters.append(sending.counters)
-        return sending
-
-    without = run_rank(rank, problem, config)
-    before = fp8_backend.SEND_IN_GEMM2, fp8_backend.WAVE_COLUMNS
-    fp8_backend.SEND_IN_GEMM2, fp8_backend.WAVE_COLUMNS = True, wave_columns
-    Sending.begin = staticmethod(counted)  # type: ignore[method-assign]
-    try:
-        for _ in range(repeats):
-            torch.cuda._sleep(sleeps.randrange(2_000_000))
-            run = run_rank(rank, problem, config)
-            same = all(torch.equal(run[name], value) for name, value in without.items() if value is not None)
-            if not same:
-                break
-    finally:
-        fp8_backend.SEND_IN_GEMM2, fp8_backend.WAVE_COLUMNS = before
-        Sending.begin = staticmethod(begin)  # type: ignore[method-assign]
-    return run, same, [int(c[:, 1].sum()) for c in counters]
-
-
-SENDING = {
-    "ragged": Problem(tokens=(2000, 1501), top_k=4, hidden=2064, intermediate=208),
-    "dropped": Problem(tokens=(1000, 2000), top_k=4, hidden=2064, intermediate=208, routing="dropped"),
-    "one idle rank": Problem(tokens=(3000, 0), top_k=4, hidden=2064, intermediate=208),
-}
-
-
-@pytest.mark.parametrize("wave_columns", [512, 1024])
-@pytest.mark.parametrize("name", SENDING)
-@pytest.mark.multi_gpu
-def test_sums_that_gemm2_sends_are_lost_or_differ_in_a_bit(rank_pool, name, wave_columns):
-    problem = SENDING[name]
-    # Few SMs, so that a block still multiplies when the first waves are complete.
-    config = MegaMoEConfig(backend="fused", precision="fp8", reserved_sms=100, timeout_s=20.0)
-    found = rank_pool(2, "cuda").run(sends, problem, config, wave_columns, 20)
-    assert all(same for _, same, _ in found)
-    for rank, (_, _, chunks) in enumerate(found):
-        sent = [n for n in chunks if n > 0]
-        assert len(sent) == len(chunks), f"rank {rank} sent nothing in {len(chunks) - len(sent)} forwards"
-    check(assemble([run for run, _, _ in found]), problem, config)

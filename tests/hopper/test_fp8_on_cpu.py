@@ -73,18 +73,6 @@ def test_columns_of_the_epilogue_differ_from_those_of_its_bf16_results(hidden, i
         assert torch.equal(dg.nan_to_num(7.0), du.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("give_turn", [1, 2])
-def test_turns_of_the_warpgroups_change_a_bit_or_hang(give_turn, tmp_path, monkeypatch):
-    experts = make_experts(144, 208, [5, 0, 130])
-    freely = run_chain(experts, columns=True)
-    kernels.run_on_cpu(monkeypatch, tmp_path, ("GIVE_TURN = 0;", f"GIVE_TURN = {give_turn};"))
-    in_turn = run_chain(experts, columns=True)
-    for span in experts.spans():
-        assert torch.equal(in_turn.o[span], freely.o[span]) and freely.o[span].isfinite().all()
-        assert torch.equal(in_turn.dx[span], freely.dx[span])
-    assert all(torch.equal(a, b) for a, b in zip(in_turn.dw, freely.dw, strict=True))
-
-
 def test_frozen_parameters_change_other_gradients():
     experts = make_experts(144, 208, [5, 60])
     full = run_chain(experts)
@@ -226,14 +214,10 @@ def test_simulator_misses_a_broken_weight_gradient(tmp_path, monkeypatch, before
         ("s.empty(i), WARPS", "s.empty(i), WARPS / 2", "every thread waits"),
         ("left_scales + next", "left_scales + block", "wrong result"),
         ("if (lane == 0) barrier_arrive(used);\n        promote", "promote", "every thread waits"),
-        ("GIVE_TURN = 0;", "GIVE_TURN = 1;", None),
-        ("if (GIVE_TURN) let_others_go", "if (false) let_others_go", None),
-        ("if (GIVE_TURN) wait_for_others", "if (true) wait_for_others", "every thread waits"),
         ("wgmma_wait();\n        pin(product);\n        promote(sums.left", "promote(sums.left",
          "wrong result"),
     ],
-    ids=["nothing", "fence", "parity", "count", "scales", "release", "turns", "no turns", "no turn given",
-         "wait"],
+    ids=["nothing", "fence", "parity", "count", "scales", "release", "wait"],
 )  # fmt: skip
 def test_simulator_misses_a_broken_protocol(tmp_path, before, after, complaint):
     library = kernels.build(tmp_path, "fp8_plain", (), (before, after) if before else None)

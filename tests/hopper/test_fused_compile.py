@@ -18,7 +18,6 @@ from titan_megamoe.backends.hopper.expand import expand
 from titan_megamoe.backends.hopper.fp8_expand import expand_both, expand_fp8, expand_kept, receive
 from titan_megamoe.backends.hopper.gemm_common import SPECIALIZED
 from titan_megamoe.backends.hopper.plan_kernels import build_plans
-from titan_megamoe.backends.hopper.sending import Sending
 from titan_megamoe.backends.hopper.symmetric import TOKENS, meet, open_call, publish, refuse_call
 from titan_megamoe.routing import PlanShape, RoutingPlan
 
@@ -75,9 +74,6 @@ def calls(world: int, hidden: int, intermediate: int):
         "dispatch": lambda: gather(out_gu=gate_up),
         "dispatch_inference": lambda: gather(out_gu=None),
         "combine": lambda: combine(*close, rows=rows, out=x),
-        "combine_sending": lambda: combine(
-            *close, rows=rows, out=x, sending=Sending.begin(plan, workspace, hidden, 512)
-        ),
         "combine_backward": lambda: combine(*close, **summed, dweight_parts=parts[:1]),
         "combine_parts": lambda: combine(*close, **summed, dweight_parts=parts),
         "combine_only_weights": lambda: combine(*close, dweight_parts=parts, dweight=weights),

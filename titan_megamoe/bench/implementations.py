@@ -65,7 +65,7 @@ def build(label: str, setting: Setting) -> Implementation:
     """The implementation of that name.
 
     mega_moe, mega_moe@fp8: the fused backend; mega_moe@fp8/fp8: with fp8 weight gradients too;
-    mega_moe+dispatch+send@fp8: with some of TRIALS on, which the record's `impl` names too. all_to_all:
+    mega_moe+expand@fp8: with one of TRIALS, which the record's `impl` names too. all_to_all:
     ours, unfused. torchtitan, torchtitan+compile: stock all-to-all. deepep:24, deepep+compile:24:
     TorchTitan's DeepEP block. deep_gemm: fp8, forward only.
     Raises ConfigError for another name and UnsupportedError for what cannot run here.
@@ -111,28 +111,26 @@ def build(label: str, setting: Setting) -> Implementation:
     )
 
 
-TRIALS: dict[str, dict[str, object]] = {
-    "dispatch": {"DISPATCH_IN_GEMM1": True},
-    "send": {"SEND_IN_GEMM2": True, "WAVE_COLUMNS": 512},
-    "send1024": {"SEND_IN_GEMM2": True, "WAVE_COLUMNS": 1024},
-}
-"""Constants of backends/hopper/fp8_backend.py that wait to be timed, and what they are in a trial."""
+TRIALS: dict[str, dict[str, object]] = {"expand": {"first_half": "expanded"}}
+"""Attributes of the fused backend that are another way to do the same, and what they are in a trial."""
 
 
 def _with_trial(
     forward: Callable[[LayerInputs], Tensor], trial: dict[str, object]
 ) -> Callable[[LayerInputs], Tensor]:
-    """The same with those constants, for eager calls."""
+    """The same with those attributes, for eager calls."""
 
     def tried(inputs: LayerInputs) -> Tensor:
-        from ..backends.hopper import fp8_backend
+        from ..backends.hopper.backend import FusedBackend
 
-        before = {name: getattr(fp8_backend, name) for name in trial}
-        vars(fp8_backend).update(trial)
+        before = {name: getattr(FusedBackend, name) for name in trial}
+        for name, value in trial.items():
+            setattr(FusedBackend, name, value)
         try:
             return forward(inputs)
         finally:
-            vars(fp8_backend).update(before)
+            for name, value in before.items():
+                setattr(FusedBackend, name, value)
 
     return tried
 

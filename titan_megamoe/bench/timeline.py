@@ -30,7 +30,6 @@ _OURS = (
     (r"down(_specialized)?_kernel", "GEMM2", GEMM),
     (r"up(_specialized)?_kernel|fp8_up", "GEMM1", GEMM),
     (r"fp8_plain", "GEMM", GEMM),
-    (r"fp8_send", "GEMM2 + sums sent", BOTH),
     (r"wgrad_kernel|fp8_wgrad", "dW", GEMM),
 )
 _PAUSE = "_pause_kernel"  # the side stream's head start: no work

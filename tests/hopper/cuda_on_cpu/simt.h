@@ -95,7 +95,7 @@ static Fiber fibers[BLOCK_THREADS];
 static ucontext_t main_context;
 static int current;
 static void enter(int thread) { current = threadIdx.x = thread; }
-static Rendezvous warps[BLOCK_THREADS / 32], groups_of_warps[BLOCK_THREADS / 128], block_barrier, some_threads, numbered[16];
+static Rendezvous warps[BLOCK_THREADS / 32], groups_of_warps[BLOCK_THREADS / 128], block_barrier, some_threads;
 static std::deque<Group> all_groups;
 
 static void yield_fiber() {
@@ -139,21 +139,6 @@ DEVICE void __syncthreads() { meet(block_barrier, BLOCK_THREADS, 0, 0, 0); }
 template <int THREADS>
 DEVICE void sync_threads() {
     meet(some_threads, THREADS, current, 0, 0);
-}
-template <int THREADS>
-DEVICE void let_others_go(u32 number) {
-    Rendezvous& r = numbered[number];
-    if (++r.arrived == 2 * THREADS) {
-        r.arrived = 0;
-        ++r.generation;
-        ++progress;
-    }
-}
-template <int THREADS>
-DEVICE void wait_for_others(u32 number) {
-    const u32 mine = numbered[number].generation;
-    let_others_go<THREADS>(number);
-    while (numbered[number].generation == mine) yield_fiber();
 }
 DEVICE void __syncwarp() { meet(warps[current / 32], 32, current % 32, 0, 0); }
 template <typename T>
@@ -437,7 +422,6 @@ DEVICE void sleep_ns(u32) {
     if (++sleeps > 100000) fail("every thread waits");
     yield_fiber();
 }
-DEVICE void fence_system() {}
 
 // --- plain memory and arithmetic --------------------------------------------------------------------------
 
@@ -465,18 +449,6 @@ static void store_shared(u32 address, const void* value, u32 bytes) {
     }
 }
 DEVICE void store_shared_word(u32 address, u32 value) { store_shared(address, &value, 4); }
-DEVICE Words load_shared_words(u32 address) {
-    if (address % 16) fail("a shared load is misaligned");
-    return load_words(shared + address);
-}
-DEVICE u32 load_shared_acquire(u32 address) {
-    yield_fiber();
-    return load_shared_word(address);
-}
-DEVICE void store_shared_release(u32 address, u32 value) {
-    store_shared_word(address, value);
-    ++progress;
-}
 DEVICE void store_shared_pair(u32 address, float first, float second) {
     const float pair[2] = {first, second};
     store_shared(address, pair, 8);
@@ -569,7 +541,6 @@ static void run_block() {
     for (auto& w : warps) w = Rendezvous{};
     for (auto& g : groups_of_warps) g = Rendezvous{};
     block_barrier = some_threads = Rendezvous{};
-    for (auto& n : numbered) n = Rendezvous{};
     for (int i = 0; i < BLOCK_THREADS; ++i) {
         Fiber& f = fibers[i];
         f.done = false;

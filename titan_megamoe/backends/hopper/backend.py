@@ -54,7 +54,7 @@ class FusedBackend(StagedBackend):
     Attributes:
         first_half: what dispatch and GEMM1 of a forward are: "gathered" (one launch: dispatch_gemm1.py, in
             fp8 fp8_dispatch.py), "expanded" (rows into the pool first, then a dense GEMM), or "auto", which
-            decides from H and I, in fp8 from DISPATCH_IN_GEMM1.
+            decides from H and I, in fp8 for "gathered".
     """
 
     name = "fused"

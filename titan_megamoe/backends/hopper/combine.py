@@ -18,9 +18,6 @@ unfinished sending block of lowest chunk on any rank: receiving blocks scheduled
 lower chunks only, all sent, so they end and leave their SM to it. Every wait also ends at the timeout,
 at a peer's notice that it gave up, or when another block here has given up. A call that all ranks refuse
 alike exchanges chunk 0 too, without data.
-
-Where GEMM2 has sent sums of a block's chunk (sending.py), in columns from the first on, the block sends the
-others; it releases the flag behind all of them, since GEMM2 has ended. Sums and their order are the same.
 """
 
 # ruff: noqa: SIM102
@@ -29,7 +26,6 @@ others; it releases the flag behind all of them, since GEMM2 has ended. Sums and
 from __future__ import annotations
 
 import functools
-import math
 
 import triton
 import triton.language as tl
@@ -39,7 +35,6 @@ from ...routing import PlanShape, RoutingPlan
 from . import status
 from .layout import COMBINE_TOKENS, cdiv, next_power_of_2
 from .plan_kernels import _report, window
-from .sending import Sending
 from .symmetric import _GENERATION_BITS, _MAIL, globaltimer, tell_given_up
 from .triton_launch import Bound, launch_triton
 
@@ -114,13 +109,12 @@ def _await_flag(flag_ptr, notice_ptr, state_ptr, call, begin, timeout_ns, TIMEOU
 @triton.jit(do_not_specialize=["pass_index"])
 def _combine_kernel(
     rows_ptr, slot_row_ptr, tokens_ptr, ok_ptr, ids_ptr, out_ptr, part_ptr, dweight_ptr,
-    sym_partial_ptr, sym_dweight_ptr, flags_ptr, mail_ptr, delta_ptr, state_ptr, report_ptr, counters_ptr,
+    sym_partial_ptr, sym_dweight_ptr, flags_ptr, mail_ptr, delta_ptr, state_ptr, report_ptr,
     num_tokens, max_tokens, H, num_parts, pool_rows, signature, timeout_ns,
     pass_index, window_chunks, PASSES: tl.constexpr,
     WORLD: tl.constexpr, WORLD_P: tl.constexpr, RANK: tl.constexpr, K: tl.constexpr,
     KP: tl.constexpr, E_LOCAL: tl.constexpr, CHUNK: tl.constexpr, SEND_T: tl.constexpr,
-    SEND_H: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, LEAD: tl.constexpr,
-    WAVES: tl.constexpr, WAVES_P: tl.constexpr, WAVE_H: tl.constexpr, HAS_ROWS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, LEAD: tl.constexpr, HAS_ROWS: tl.constexpr,
     HAS_DWEIGHT: tl.constexpr, TIMEOUT: tl.constexpr, AHEAD: tl.constexpr, GAVE_UP: tl.constexpr,
     ENDED_EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -159,11 +153,6 @@ def _combine_kernel(
             slot_of_peer = (RANK - peer + WORLD - 1) % WORLD  # my place among the peer's peers
             partial = sym_partial_ptr + tl.multiple_of(start // 2, 16)
             partial += slot_of_peer.to(tl.int64) * max_tokens * H
-            first_column = 0
-            if WAVES > 0:  # a wave's chunks are claimed after all of the one before
-                wave = tl.arange(0, WAVES_P)
-                claimed = tl.load(counters_ptr + 2 * wave + 1, mask=wave < WAVES, other=0)
-                first_column = tl.sum((sender < claimed).to(tl.int32), axis=0) * WAVE_H
             for first in tl.range(0, CHUNK, SEND_T, num_stages=1):
                 token = chunk * CHUNK + first + send_token_in
                 live = token < theirs
@@ -173,9 +162,9 @@ def _combine_kernel(
                     any_row = rows[0]
                     for k in tl.static_range(1, K):
                         any_row = tl.maximum(any_row, rows[k])
-                    for h in tl.range(first_column, H, SEND_H, num_stages=1):
-                        col = h + tl.arange(0, SEND_H)
-                        acc = _sum_rows(rows_ptr, rows, col, H, K, SEND_T, SEND_H)
+                    for h in tl.range(0, H, BLOCK_H, num_stages=1):
+                        col = h + tl.arange(0, BLOCK_H)
+                        acc = _sum_rows(rows_ptr, rows, col, H, K, SEND_T, BLOCK_H)
                         mask_h = (any_row >= 0)[:, None] & (col < H)[None, :]
                         at_h = token.to(tl.int64)[:, None] * H + col[None, :]
                         tl.store(partial + at_h, acc.to(tl.bfloat16), mask=mask_h)
@@ -286,7 +275,6 @@ def combine(
     dweight: Tensor | None = None,
     pass_index: int = 0,
     passes: int = 1,
-    sending: Sending | None = None,
 ) -> None:
     """Close a call on the current stream; every rank of the group calls it, also with nothing to add.
 
@@ -299,7 +287,6 @@ def combine(
         dweight_parts: (parts, P) fp32, summed over parts into the gradient of each row's top-k weight.
         dweight: (T, K) fp32, with `dweight_parts`; 0 in dropped slots.
         pass_index, passes: of a call in several passes, each of which closes its own window of tokens.
-        sending: what GEMM2, which made `rows` in a call of one pass, has sent already.
     """
     shape = plan.shape
     num_chunks = grid_chunks = max(cdiv(shape.max_tokens, COMBINE_TOKENS), 1)
@@ -312,33 +299,25 @@ def combine(
     dummy = plan.flat
     parts = 1 if dweight_parts is None else dweight_parts.shape[0]
     lead, groups = block_counts(grid_chunks, own, shape.world, LEAD_CHUNKS)
-    waves, wave_columns = (0, 0) if sending is None else (len(sending.counters), sending.wave_columns)
-    assert not waves or passes == 1
-    kernel = _bound(shape, passes, hidden, lead, waves, wave_columns, rows is not None, dweight is not None)
+    kernel = _bound(shape, passes, hidden, lead, rows is not None, dweight is not None)
     launch_triton(kernel, (lead + groups * shape.world,),
         dummy if rows is None else rows, plan.slot_row, plan.tokens, plan.ok, ids,
         dummy if out is None else out, dummy if dweight_parts is None else dweight_parts,
         dummy if dweight is None else dweight, workspace.partial, workspace.dweight,
         workspace.flags, workspace.mail, workspace.delta, workspace.state, workspace.report,
-        dummy if sending is None else sending.counters, num_tokens, shape.max_tokens, hidden, parts,
-        shape.pool_rows, signature, int(min(timeout_s, 1e9) * 1e9), pass_index, window_chunks,
+        num_tokens, shape.max_tokens, hidden, parts, shape.pool_rows, signature,
+        int(min(timeout_s, 1e9) * 1e9), pass_index, window_chunks,
     )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=256)
-def _bound(
-    shape: PlanShape, passes: int, hidden: int, lead: int, waves: int, wave_columns: int, has_rows: bool,
-    has_dweight: bool,
-) -> Bound:  # fmt: skip
+def _bound(shape: PlanShape, passes: int, hidden: int, lead: int, has_rows: bool, has_dweight: bool) -> Bound:
     columns = COLUMNS if shape.world <= 2 else COLUMNS_OF_MANY
-    send_columns = math.gcd(columns, wave_columns)  # a wave ends with a block's columns
     return Bound(
         _combine_kernel, PASSES=passes, WORLD=shape.world, WORLD_P=max(next_power_of_2(shape.world), 2),
         RANK=shape.rank, K=shape.top_k, KP=next_power_of_2(shape.top_k), E_LOCAL=shape.num_local_experts,
-        CHUNK=COMBINE_TOKENS, SEND_T=BLOCK_TOKENS * COLUMNS // send_columns,
-        SEND_H=min(next_power_of_2(hidden), send_columns), BLOCK_T=BLOCK_TOKENS,
-        BLOCK_H=min(next_power_of_2(hidden), columns), LEAD=lead, WAVES=waves,
-        WAVES_P=max(next_power_of_2(waves), 2), WAVE_H=wave_columns,
+        CHUNK=COMBINE_TOKENS, SEND_T=BLOCK_TOKENS * COLUMNS // columns, BLOCK_T=BLOCK_TOKENS,
+        BLOCK_H=min(next_power_of_2(hidden), columns), LEAD=lead,
         HAS_ROWS=has_rows, HAS_DWEIGHT=has_dweight, TIMEOUT=status.TIMEOUT_COMBINE,
         AHEAD=status.PEER_AHEAD, GAVE_UP=status.PEER_GAVE_UP, ENDED_EARLY=status.PEER_ENDED_EARLY,
         num_warps=4,

@@ -1,7 +1,7 @@
 """The CUDA kernels of cuda/: how they are built, launched and given their tensors.
 
-A kernel's text is its ring's sizes, ptx.cuh, ring.cuh, fp8_gemm.cuh, its PARTS and its own file; it needs
-nvcc or NVRTC once (jit/). Nothing here checks the GPU: the backend does.
+A kernel's text is its ring's sizes, ptx.cuh, ring.cuh, fp8_gemm.cuh and its own file; it needs nvcc or NVRTC
+once (jit/). Nothing here checks the GPU: the backend does.
 """
 
 from __future__ import annotations
@@ -34,17 +34,12 @@ class Ring(NamedTuple):
         pieces: 2 KB of results a warp can have on their way out.
         scales: fp32 scales that come with a stage: of its rows, of its two weight blocks, and two unused.
         registers: of a multiplying thread; the loading ones have 504 less twice that.
-        give_turn: when a warpgroup lets the other multiply: 1, its products are issued; 2, three of four are
-            done; 0: they do not take turns.
-        spare: of the pieces, those of each warp that are left to warps which multiply nothing.
     """
 
     stages: int = 3
     pieces: int = 5
     scales: int = COLUMN_BLOCK + 4
     registers: int = 232
-    give_turn: int = 0
-    spare: int = 0
 
     @property
     def shared_bytes(self) -> int:
@@ -55,18 +50,16 @@ class Ring(NamedTuple):
 
 RINGS = {
     "fp8_down_backward": Ring(stages=4, pieces=2, registers=240),
-    "fp8_send": Ring(registers=208, spare=1),
     "fp8_wgrad": Ring(pieces=4, scales=3 * COLUMN_BLOCK),
 }
-"""Of the kernels to which another ring than the default is better (docs/experiments_gemm.md), and of
-fp8_send, in which warps that send need 88 registers."""
+"""Of the kernels to which another ring than the default is better; docs/experiments_gemm.md."""
 
 
 def ring(name: str) -> Ring:
     return RINGS.get(name, Ring())
 
 
-PARTS = {"fp8_send": ("send.cuh",), "fp8_up": ("dispatch.cuh",)}
+PARTS = {"fp8_up": ("dispatch.cuh",)}
 """Files of cuda/ that one kernel has beside those of all."""
 
 ONE_PER_SM = GemmConfig()
@@ -76,10 +69,9 @@ ONE_PER_SM = GemmConfig()
 def cuda_source(name: str) -> str:
     """The whole text of a kernel: what it shares with the others, then its own file."""
     folder = Path(__file__).with_name("cuda")
-    stages, pieces, scales, registers, give_turn, spare = sizes = ring(name)
+    stages, pieces, scales, registers = sizes = ring(name)
     head = (
-        f"constexpr int STAGES = {stages}, PIECES = {pieces}, SPARE_PIECES = {spare}, SCALES = {scales};\n"
-        f"constexpr int GIVE_TURN = {give_turn};\n"
+        f"constexpr int STAGES = {stages}, PIECES = {pieces}, SCALES = {scales};\n"
         f"constexpr unsigned MATH_REGISTERS = {registers};\n"
         f"constexpr int HOST_SHARED_BYTES = {sizes.shared_bytes};"
     )

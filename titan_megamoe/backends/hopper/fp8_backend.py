@@ -1,9 +1,8 @@
 """The fused backend in every precision: bf16, and `fp8` and `fp8_bwd` as docs/design_fp8.md draws them.
 
 Forward (`fp8`): tokens are quantized where they are, cross NVLink as e4m3 and scales, and are expanded into
-the pool, before GEMM1 or inside it; nothing but the plan and the pre-activations is saved. GEMM2 can send
-partial sums of the combine meanwhile (SEND_IN_GEMM2). `fp8_bwd` has the forward of bf16 and keeps the tokens
-that it received.
+the pool, before GEMM1 or inside it; nothing but the plan and the pre-activations is saved. `fp8_bwd` has the
+forward of bf16 and keeps the tokens that it received.
 
 Backward: dy crosses in bf16 where w2 needs a gradient and is quantized on arrival, else as e4m3; x crosses
 in bf16 once more where w1 or w3 do (not in `fp8_bwd`). With bf16 weight gradients both are expanded into
@@ -42,24 +41,12 @@ from .fp8_quantize import check_fp8_dims, quantize_rows
 from .fp8_weights import WeightCache
 from .fp8_wgrad import Fp8Columns, quantize_columns, wgrad_fp8
 from .plan_kernels import build_plans
-from .sending import Sending
 from .side import beside, now
 from .symmetric import publish
 from .wgrad import wgrad_down, wgrad_up
 
 CACHE_BYTES = 4 << 30
 """Bound on quantized weights kept between forward, recompute and backward."""
-DISPATCH_IN_GEMM1 = False
-"""Whether warps of GEMM1 that are idle otherwise expand a forward's tokens (cuda/dispatch.cuh), instead of a
-launch before it. Off until timed on GPUs. On if the forward is faster with it at 30B and at 235B, in one run
-of `python -m titan_megamoe.bench layer --impls mega_moe@fp8,mega_moe+dispatch@fp8`."""
-SEND_IN_GEMM2 = False
-"""Whether the forward's GEMM2 sends partial sums of the combine meanwhile (sending.py), with the same bits.
-Off until timed on GPUs. On if the forward is faster with it at 30B and at 235B, in one run of `python -m
-titan_megamoe.bench layer --impls mega_moe@fp8,mega_moe+send@fp8`."""
-WAVE_COLUMNS = 512
-"""Columns of a wave there, a multiple of 512: the fewer, the more can be sent; the more, the less often h' is
-read."""
 
 
 class Fp8FusedBackend(FusedBackend):
@@ -70,9 +57,7 @@ class Fp8FusedBackend(FusedBackend):
         """In fp8, whether the expansion is a launch of its own; the same bits either way."""
         if call.config.precision != "fp8":
             return super().expands(call)
-        if call.top_k > MAX_TOP_K or self.first_half == "expanded":
-            return True
-        return self.first_half == "auto" and not DISPATCH_IN_GEMM1
+        return call.top_k > MAX_TOP_K or self.first_half == "expanded"
 
     def unavailable(
         self, device: torch.device, group: dist.ProcessGroup | None, config: MegaMoEConfig
@@ -120,14 +105,9 @@ class Fp8FusedBackend(FusedBackend):
             )  # fmt: skip
 
         def finish() -> Tensor:
-            sending = Sending.begin(plan, workspace, call.hidden, WAVE_COLUMNS) if SEND_IN_GEMM2 else None
-            rows = gemm_plain_fp8(
-                h, w2.data, w2.scale, plan.tiles, sending=sending, reserved_sms=config.reserved_sms
-            )
+            rows = gemm_plain_fp8(h, w2.data, w2.scale, plan.tiles, reserved_sms=config.reserved_sms)
             y = torch.empty_like(call.x)
-            combine(
-                plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=y, sending=sending
-            )
+            combine(plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=y)
             return y
 
         saved = [] if gate_up is None else [plan.flat, gate_up, call.x.new_empty(0)]

@@ -33,8 +33,6 @@ from .gemm_common import check_matrix, check_pool
 from .jit.cache import has_cubin
 from .jit.compiler import FIX, find_nvcc, find_nvrtc
 from .layout import cdiv
-from .sending import KINDS as SENDING_KINDS
-from .sending import Sending
 from .tiles import BLOCK_M, PoolTiles
 
 COLUMNS = 256
@@ -89,7 +87,6 @@ VARIANTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("fp8_up", ("DISPATCH",)),
     ("fp8_up", ("SAVE", "DISPATCH")),
     ("fp8_plain", ()),
-    ("fp8_send", ()),
     ("fp8_down_backward", ()),
     ("fp8_down_backward", ("WRITE_GRADS",)),
     ("fp8_down_backward", ("WRITE_H",)),
@@ -195,7 +192,6 @@ def gemm_plain_fp8(
     tiles: PoolTiles,
     *,
     out: Tensor | None = None,
-    sending: Sending | None = None,
     reserved_sms: int = 0,
 ) -> Tensor:
     """out[r] = Σ_s a[s, r] · weight[s · e + expert of r]ᵀ for the rows of the tiles in use.
@@ -206,7 +202,6 @@ def gemm_plain_fp8(
         scale: (S · e, ⌈N/128⌉, ⌈K/128⌉) fp32.
         tiles: the pool's tables; read on the device.
         out: (P, N) bf16 to write; a new tensor when None.
-        sending: what to send of `out` meanwhile, to ranks that have opened the call; S = 1.
         reserved_sms: SMs left to other streams.
 
     Returns:
@@ -226,20 +221,12 @@ def gemm_plain_fp8(
     if out is None:
         out = a.data.new_empty(rows, columns, dtype=torch.bfloat16)
     check_matrix("out", out, (rows, columns), torch.bfloat16)
-    name = "fp8_plain"
-    kinds: tuple[str, ...] = ("map",) * 3 + ("ptr",) * 2 + _TABLES + ("i32", "i32")
-    sent: tuple[Any, ...] = ()
-    if sending is not None:
-        assert matrices == 1
-        name = "fp8_send"
-        kinds += SENDING_KINDS
-        sent = sending.arguments(out)
     launch(
-        name, kinds,
+        "fp8_plain", ("map",) * 3 + ("ptr",) * 2 + _TABLES + ("i32", "i32"),
         (
             operand_map(a.data), operand_map(weight), store_map(out.view(1, rows, columns)),
             a.scale, scale, tiles.tile_expert, tiles.num_tiles, rows, columns,
-            cdiv(contraction, BLOCK), matrices, experts, *sent,
+            cdiv(contraction, BLOCK), matrices, experts,
         ),
         device, reserved_sms=reserved_sms,
     )  # fmt: skip

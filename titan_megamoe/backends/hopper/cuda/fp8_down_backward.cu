@@ -156,7 +156,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_down_backward(
         }
     } else {
         registers_up<MATH_REGISTERS>();
-        open_turns();
         const u32 lane = threadIdx.x % 32;
         const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         Pieces pieces{s.staging(warp)};

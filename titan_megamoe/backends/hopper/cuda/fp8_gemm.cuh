@@ -21,7 +21,6 @@ struct Problem {
     int experts;             // layers from one segment to the next
     int right_layer;         // layers from the left weight to the right one
     int right_column;        // columns from the left block to the right one: 0 or BLOCK
-    int wave_tiles = ONE_WAVE;  // column tiles of a wave
 
     DEVICE int column_blocks() const { return (columns + BLOCK - 1) / BLOCK; }
     DEVICE int tile_columns() const { return BLOCK + right_column; }
@@ -29,7 +28,7 @@ struct Problem {
     DEVICE const float* weight_scales(int layer, int column) const {
         return scale_b + u64(layer * column_blocks() + min(column / BLOCK, column_blocks() - 1)) * k_blocks;
     }
-    DEVICE Tiles tiles() const { return Tiles(tile_expert, num_tiles, columns, tile_columns(), wave_tiles); }
+    DEVICE Tiles tiles() const { return Tiles(tile_expert, num_tiles, columns, tile_columns()); }
 };
 
 // Rows that were there before the launch.
@@ -73,33 +72,13 @@ DEVICE void fill(const Problem& p, const Shared& s, const TensorMap& a, const Te
     }
 }
 
-// Warpgroups multiply in turn: the other one's products come after these, while this one promotes. GIVE_TURN says
-// when: once these are issued, or once three of four are done; 0: both issue when they like.
-constexpr u32 FIRST_TURN = 2;  // number of warpgroup 0's barrier
-
-DEVICE void give_turn(u32 turn) {
-    if (GIVE_TURN) let_others_go<128>(turn ^ 1);
-}
-
-// Before the first product; warpgroup 0 begins.
-DEVICE void open_turns() {
-    if (threadIdx.x >= 128) give_turn(FIRST_TURN + 1);
-}
-
-// product (64 × 128) of one stage's rows `a` and column block `b`; complete after wgmma_wait. `turn` is FIRST_TURN +
-// the warpgroup.
-DEVICE void multiply(float (&product)[64], u64 a, u64 b, u32 turn) {
+// product (64 × 128) of one stage's rows `a` and column block `b`; complete after wgmma_wait.
+DEVICE void multiply(float (&product)[64], u64 a, u64 b) {
     pin(product);
-    if (GIVE_TURN) wait_for_others<128>(turn);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < BLOCK / 32; ++k) {
-        wgmma_m64n128k32(product, a + 2 * k, b + 2 * k, k != 0);
-        if (GIVE_TURN == 2 && k == 2) wgmma_commit();
-    }
+    for (int k = 0; k < BLOCK / 32; ++k) wgmma_m64n128k32(product, a + 2 * k, b + 2 * k, k != 0);
     wgmma_commit();
-    if (GIVE_TURN == 2) wgmma_wait<1>();
-    give_turn(turn);
     pin(product);
 }
 
@@ -143,14 +122,14 @@ DEVICE void accumulate(const Problem& p, const Shared& s, Position& at, Sums& su
 #pragma unroll 1
     for (int stages = p.segments * p.k_blocks; stages > 0; --stages) {
         float left, right;
-        multiply(product, stage.a, stage.b, FIRST_TURN + group);
+        multiply(product, stage.a, stage.b);
         load_shared_pair(s.scales(at.stage) + ROW_SCALES_BYTES, left, right);
         const float upper = stage.upper * right, lower = stage.lower * right;
         wgmma_wait();
         pin(product);
         promote(sums.left, product, stage.upper * left, stage.lower * left);
 
-        multiply(product, stage.a, stage.b + MATRIX_BYTES / 16, FIRST_TURN + group);
+        multiply(product, stage.a, stage.b + MATRIX_BYTES / 16);
         const u32 used = s.empty(at.stage);
         at.advance();
         if (stages > 1) stage.open(s, at, group, row);

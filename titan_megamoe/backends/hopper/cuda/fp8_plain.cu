@@ -19,7 +19,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_plain(
         if (threadIdx.x == MATH_THREADS) fill(p, s, a, b, [](const Tile&, Position&) {});
     } else {
         registers_up<MATH_REGISTERS>();
-        open_turns();
         const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         Pieces pieces{s.staging(warp)};
         Position at;

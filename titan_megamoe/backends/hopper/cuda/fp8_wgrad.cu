@@ -83,7 +83,7 @@ DEVICE void accumulate_tokens(const Shared& s, int blocks, Position& at, Sums& s
         const float upper = stage.upper, lower = stage.lower;
         const u32 left = s.scales(at.stage) + SCALES_BYTES / 3 + 8 * (lane % 4), right = left + SCALES_BYTES / 3;
 
-        multiply(product, stage.a, stage.b, FIRST_TURN + group);
+        multiply(product, stage.a, stage.b);
         wgmma_wait();
         pin(product);
         load_scales<0>(scale, left);
@@ -91,7 +91,7 @@ DEVICE void accumulate_tokens(const Shared& s, int blocks, Position& at, Sums& s
         load_scales<8>(scale, left);
         promote_columns<8>(sums.left, product, upper, lower, scale);
 
-        multiply(product, stage.a, stage.b + MATRIX_BYTES / 16, FIRST_TURN + group);
+        multiply(product, stage.a, stage.b + MATRIX_BYTES / 16);
         const u32 used = s.empty(at.stage);
         at.advance();
         if (block < blocks) stage.open(s, at, group, row);
@@ -175,7 +175,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_wgrad(
         }
     } else {
         registers_up<MATH_REGISTERS>();
-        open_turns();
         const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         Pieces pieces{s.staging(warp)};
         for (WeightTiles tiles(p); tiles.more(); tiles.advance()) {

@@ -51,17 +51,6 @@ DEVICE void sync_threads() {
     asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
 }
 
-// Barrier `number` (2 or more) of two groups of THREADS threads: one waits for the other, which does not wait.
-template <int THREADS>
-DEVICE void wait_for_others(u32 number) {
-    asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(2 * THREADS) : "memory");
-}
-
-template <int THREADS>
-DEVICE void let_others_go(u32 number) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(2 * THREADS) : "memory");
-}
-
 // --- copy engine ------------------------------------------------------------------------------------------
 
 // A box of a rank-3 map to shared memory; its bytes are counted on `barrier`.
@@ -217,9 +206,6 @@ DEVICE void store_float(float* to, float value) {
     asm volatile("st.global.f32 [%0], %1;" ::"l"(to), "f"(value) : "memory");
 }
 
-// What this thread wrote, to a peer's memory too, comes before what is released after it, by whomever.
-DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-
 DEVICE void sleep_ns(u32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns) : "memory"); }
 
 // --- plain memory and arithmetic --------------------------------------------------------------------------
@@ -239,26 +225,6 @@ DEVICE u32 load_shared_word(u32 address) {
     u32 value;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
     return value;
-}
-
-DEVICE Words load_shared_words(u32 address) {
-    Words w;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(w.at[0]), "=r"(w.at[1]), "=r"(w.at[2]), "=r"(w.at[3])
-                 : "r"(address)
-                 : "memory");
-    return w;
-}
-
-// What a thread of the block did before its store_shared_release is done when this sees its value.
-DEVICE u32 load_shared_acquire(u32 address) {
-    u32 value;
-    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-    return value;
-}
-
-DEVICE void store_shared_release(u32 address, u32 value) {
-    asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
 DEVICE void store_shared_word(u32 address, u32 value) {

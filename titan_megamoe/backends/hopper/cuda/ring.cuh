@@ -2,7 +2,7 @@
 //
 // Grid: one persistent block per SM that is not reserved. A tile is ROWS rows of the pool × two column blocks of
 // 128 (`left`, `right`: gate and up of the same columns, or neighbours), column tiles fastest. Block p takes tiles
-// p, p + G, … Where a launch has waves, all tiles of the first columns come before those of the next ones.
+// p, p + G, …
 //
 // Roles (384 threads):
 //   warpgroups 0, 1   multiply: 64 rows × (128 left + 128 right) each
@@ -19,8 +19,8 @@
 // Past K and N the copy engine reads zeros and writes nothing.
 //
 // cuda_kernels.py sets for each kernel: STAGES of the ring, PIECES of results a warp can have on their way out,
-// SPARE_PIECES of these that are left to other warps, SCALES (fp32) that a stage brings along, MATH_REGISTERS of a
-// multiplying thread, GIVE_TURN (fp8_gemm.cuh), and HOST_SHARED_BYTES.
+// SCALES (fp32) that a stage brings along, MATH_REGISTERS of a multiplying thread, and
+// HOST_SHARED_BYTES.
 //
 // Letters: P pool rows, K contraction, N columns of one weight, e experts.
 
@@ -36,7 +36,6 @@ constexpr u32 STAGE_BYTES = 3 * MATRIX_BYTES;
 constexpr u32 SCALES_BYTES = SCALES * 4;
 constexpr u32 PIECE_BYTES = WARP_ROWS * 128;  // what one store_box takes: 16 rows of 128 bytes
 constexpr u32 WARP_STAGING = PIECES * PIECE_BYTES;
-constexpr int OUT_PIECES = PIECES - SPARE_PIECES;  // in which results leave
 
 constexpr u32 STAGING_AT = STAGES * STAGE_BYTES;
 constexpr u32 SCALES_AT = STAGING_AT + WARPS * WARP_STAGING;
@@ -57,30 +56,23 @@ struct Tile {
 // The tiles of this block, in turn.
 struct Tiles {
     const int* tile_expert;
-    int row_tiles, column_tiles, tile_columns, wave_tiles, unit;
+    int row_tiles, column_tiles, tile_columns, unit;
 
-    DEVICE Tiles(const int* tile_expert, const int* num_tiles, int columns, int tile_columns, int wave_tiles)
+    DEVICE Tiles(const int* tile_expert, const int* num_tiles, int columns, int tile_columns)
         : tile_expert(tile_expert),
           row_tiles(__ldg(num_tiles)),
           column_tiles((columns + tile_columns - 1) / tile_columns),
           tile_columns(tile_columns),
-          wave_tiles(wave_tiles),
           unit(blockIdx.x) {}
 
-    DEVICE int count() const { return row_tiles * column_tiles; }
-    DEVICE bool more() const { return unit < count(); }
+    DEVICE bool more() const { return unit < row_tiles * column_tiles; }
     DEVICE void advance() { unit += gridDim.x; }
-    DEVICE int wave() const { return wave_tiles < column_tiles ? unit / (row_tiles * wave_tiles) : 0; }
 
     DEVICE Tile tile() const {
-        const int before = wave() * wave_tiles;  // column tiles of former waves
-        const int width = min(wave_tiles, column_tiles - before), place = unit - before * row_tiles;
-        const int m = place / width;
-        return Tile{m * ROWS, (before + place - m * width) * tile_columns, __ldg(tile_expert + m)};
+        const int m = unit / column_tiles;
+        return Tile{m * ROWS, (unit - m * column_tiles) * tile_columns, __ldg(tile_expert + m)};
     }
 };
-
-constexpr int ONE_WAVE = 0x7FFFFFFF;  // wave_tiles of a launch without waves
 
 struct Shared {
     u32 base;
@@ -92,17 +84,15 @@ struct Shared {
     DEVICE u32 staging(u32 warp) const { return base + STAGING_AT + warp * WARP_STAGING; }
 };
 
-// Where one side of a ring stands: the stage, and the parity of its current round.
-template <u32 SIZE>
-struct RingPosition {
+// Where one side of the ring stands: the stage, and the parity of its current round.
+struct Position {
     u32 stage = 0, round = 0;
 
     DEVICE void advance() {
-        stage = stage == SIZE - 1 ? 0 : stage + 1;
+        stage = stage == STAGES - 1 ? 0 : stage + 1;
         round ^= stage == 0;
     }
 };
-using Position = RingPosition<STAGES>;
 
 // Barriers of a new block; all threads. `shared` must be 1024-byte aligned.
 DEVICE Shared open_block(void* shared) {
@@ -163,16 +153,16 @@ DEVICE void hand_to_copy_engine() {
 }
 
 // A warp's ring of pieces, from which results leave. Every store from one is a bulk group of its own, so that the
-// piece used OUT_PIECES stores ago may be written again when all but the newest OUT_PIECES - 1 have been read.
+// piece used PIECES stores ago may be written again when all but the newest PIECES - 1 groups have been read.
 struct Pieces {
     u32 base, next = 0;
 
     // The next piece, free to be written by the whole warp.
     DEVICE u32 take() {
-        if (threadIdx.x % 32 == 0) store_wait_read<OUT_PIECES - 1>();
+        if (threadIdx.x % 32 == 0) store_wait_read<PIECES - 1>();
         __syncwarp();
         const u32 piece = base + next * PIECE_BYTES;
-        next = next == OUT_PIECES - 1 ? 0 : next + 1;
+        next = next == PIECES - 1 ? 0 : next + 1;
         return piece;
     }
 };
