@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from titan_megamoe.backends.hopper import cuda_kernels
+from titan_megamoe.backends.hopper.fp8_dispatch import WORDS_AT
 from titan_megamoe.backends.hopper.fp8_expand import expand_fp8
 from titan_megamoe.backends.hopper.fp8_gemm import (
     VARIANTS,
@@ -263,6 +264,9 @@ def dispatch_calls(case: DispatchCase, w13: QuantizedWeight) -> dict[str, Callab
     dispatch, pool = case.dispatch, case.pool
     plan = dispatch.plan
     assert dispatch.remote is not None
+    written = torch.ones_like(dispatch.progress)
+    written[:WORDS_AT] = 1 << 30  # counters past the last item
+    all_written = dispatch._replace(progress=written)
 
     def expand() -> Fp8Rows:
         return expand_fp8(plan, dispatch.local, dispatch.remote, dispatch.delta, from_peers=True, out=pool)
@@ -271,6 +275,9 @@ def dispatch_calls(case: DispatchCase, w13: QuantizedWeight) -> dict[str, Callab
         "gemm1, expanded": lambda: gemm_up_fp8(pool, w13, plan.row_weight, plan.tiles),
         "expand": expand,
         "expand, gemm1": lambda: gemm_up_fp8(expand(), w13, plan.row_weight, plan.tiles),
+        "gemm1, rows found written": lambda: gemm_up_fp8(
+            pool, w13, plan.row_weight, plan.tiles, dispatch=all_written
+        ),
         "gemm1, with dispatch": lambda: gemm_up_fp8(
             pool, w13, plan.row_weight, plan.tiles, dispatch=case.again()
         ),
@@ -389,6 +396,17 @@ ABLATIONS: dict[str, list[tuple[str, str]]] = {
     ],
 }  # fmt: skip
 """Replacements in a kernel's source; each keeps the ring's protocol."""
+_UNTIL_WRITTEN = "[&](const Tile& tile) { written.wait(tile); }"
+_AT_ONCE = "[&](const Tile&) { __syncwarp(); }"
+_STORE = "if (i * 512 < d.hidden - byte) store_words(to + i * 512, words[WHICH][i]);"
+DISPATCH_ABLATIONS: dict[str, list[tuple[str, str]]] = {
+    "no wait": [(_UNTIL_WRITTEN, _AT_ONCE)],
+    "no wait, no stores": [
+        (_UNTIL_WRITTEN, _AT_ONCE),
+        (_STORE, _STORE.replace("byte)", "byte && words[WHICH][i].at[0] == 0x12345678)")),
+    ],
+}
+"""The same for dispatch inside GEMM1. Without waits rows may be read before they are written."""
 
 
 @contextlib.contextmanager
@@ -530,7 +548,12 @@ def main() -> int:
         w13, case = quantize_weights([experts.w1, experts.w3]), dispatch_case(experts)
         right &= check_dispatch(model, case, w13)
         if not options.skip_times:
-            rows += results(model, experts, times_of(dispatch_calls(case, w13)))
+            calls = dispatch_calls(case, w13)
+            times = times_of(calls)
+            if options.ablate:
+                inside = "gemm1, with dispatch"
+                times |= times_with(DISPATCH_ABLATIONS, {inside: calls[inside]})
+            rows += results(model, experts, times)
         write(options.out, right, rows)
         del experts, w13, case
         torch.cuda.empty_cache()

@@ -57,6 +57,11 @@ def test_script_times_text_that_no_kernel_has(monkeypatch):
             text = cuda_kernels.cuda_source(name)
             with fp8_check.source_with(change):
                 assert cuda_kernels.cuda_source(name) != text
+    text = cuda_kernels.cuda_source("fp8_up")
+    for number, change in enumerate(fp8_check.DISPATCH_ABLATIONS.values()):
+        with fp8_check.source_with(change):
+            changed = cuda_kernels.cuda_source("fp8_up")
+        assert "written.wait(tile)" not in changed and changed.count("0x12345678") == number
 
 
 def test_host_and_kernel_disagree_on_the_words_of_a_dispatch():

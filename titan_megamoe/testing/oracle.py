@@ -28,11 +28,12 @@ LIMIT_OVER_STOCK = 1.1
 EMULATION_LIMIT = 4e-3
 """Relative L2 against the emulated recipe: only the order of rounding and summation may differ."""
 
-KERNELS_LIMIT = 6e-3
+KERNELS_LIMIT = 6.5e-3
 """The same for y, dx and fp8 weight gradients of kernels. Tensor cores sum e4m3 products to 14 bits: 3.5e-3
 of h', and again of dg and du, tips to the next e4m3 value (each kernel alone is held to 4e-3,
 test_fp8_gpu.py). Rows, partial sums and the result are rounded to bf16, 1.7e-3 each, which the oracle is
-not: √(2·3.5² + 3·1.7²) = 5.8e-3."""
+not: √(2·3.5² + 3·1.7²) = 5.8e-3. dW2 in fp8 also has gate and up as they were saved, in bf16: 6.0e-3. Largest
+seen on GPUs: 6.04e-3, dW2 of experts with 0 to 129 rows."""
 
 
 @dataclass(frozen=True)
