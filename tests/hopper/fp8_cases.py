@@ -1,12 +1,18 @@
 """The fp8 quantizers and the fp8 expansion against plain PyTorch, bit for bit; run as a script.
 
-On a CPU it needs TRITON_INTERPRET=1, set before Triton is imported, hence a process of its own. The
-interpreter's fp32 → e4m3 conversion cuts off where hardware rounds to even, so it is replaced.
+On a CPU it needs TRITON_INTERPRET=1, set before Triton is imported, hence a process of its own; the CUDA
+kernel runs in the simulator. The interpreter's fp32 → e4m3 conversion cuts off where hardware rounds to even,
+so it is replaced.
 """
 
+import contextlib
 import sys
+import tempfile
+from pathlib import Path
 
+import pytest
 import torch
+from cuda_on_cpu.kernels import run_on_cpu
 from gemm_cases import mend_interpreter
 
 from titan_megamoe.backends.hopper.fp8_expand import expand_both, expand_fp8, expand_kept, receive
@@ -197,18 +203,21 @@ def kept(device, world):
 
 
 def main(device: str) -> None:
-    if device == "cpu":
-        mend_interpreter()
-        round_conversions()
-    torch.manual_seed(0)
-    rows(device)
-    weights(device)
-    columns(device)
-    if device == "cpu":
-        expansion(device, 1)
-        expansion(device, 2)
-        for world in (1, 2, 3):
-            kept(device, world)
+    with contextlib.ExitStack() as stack:
+        if device == "cpu":
+            mend_interpreter()
+            round_conversions()
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            run_on_cpu(stack.enter_context(pytest.MonkeyPatch.context()), Path(folder))
+        torch.manual_seed(0)
+        rows(device)
+        weights(device)
+        columns(device)
+        if device == "cpu":
+            expansion(device, 1)
+            expansion(device, 2)
+            for world in (1, 2, 3):
+                kept(device, world)
     print("ok")
 
 

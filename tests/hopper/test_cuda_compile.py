@@ -64,6 +64,21 @@ def test_script_times_text_that_no_kernel_has(monkeypatch):
         assert "written.wait(tile)" not in changed and changed.count("0x12345678") == number
 
 
+def test_quantizing_columns_takes_more_registers_or_instructions_than_memory_waits_for(tmp_path):
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compile_cubin(cuda_kernels.cuda_source("fp8_columns"), "fp8_columns"))
+    sass = subprocess.run([CUOBJDUMP, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+    uses = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    (registers,) = re.findall(r"REG:(\d+)", uses)
+    assert int(registers) <= 64, "fewer than four blocks on an SM"
+    assert not re.findall(r"\b(LDL|STL)\b", sass), "registers are spilled"
+    assert len(re.findall(r"F2FP\.SATFINITE\.E4M3", sass)) == 32, "not two values a conversion"
+    assert len(re.findall(r"LDG\.E\S*\.128", sass)) == 16 and len(re.findall(r"STG\.E\S*\.128", sass)) == 4
+    # 64 values a thread, each a mask or shift, a product and half a conversion, and half of it a maximum.
+    between = re.split(r"BAR\.SYNC", sass)[3]
+    assert len(re.findall(r"/\*[0-9a-f]{4}\*/", between)) <= 64 * 3.5
+
+
 def test_host_and_kernel_disagree_on_the_words_of_a_dispatch():
     text = cuda_kernels.cuda_source("fp8_up")
     for name in ("ITEM_ROWS", "GROUP_TOKENS", "WORDS_AT"):

@@ -17,8 +17,6 @@ from gemm_compile import compile_launches
 
 from titan_megamoe.backends.hopper.fp8_expand import expand_both, expand_fp8, expand_kept, receive
 from titan_megamoe.backends.hopper.fp8_quantize import quantize_rows, quantize_weights
-from titan_megamoe.backends.hopper.fp8_wgrad import quantize_columns
-from titan_megamoe.backends.hopper.tiles import tiles_from_counts
 from titan_megamoe.errors import ConfigError
 from titan_megamoe.routing import PlanShape, RoutingPlan
 
@@ -61,13 +59,11 @@ def test_kernels_spill_or_do_not_compile_for_hopper():
         lambda: expand_both(plan, x, x, delta, from_peers=True, state=plan.flat),
         lambda: expand_kept(plan, x, x, delta, received=x),
         lambda: receive(plan, x, delta, out=x),
-        lambda: quantize_columns(x, plan.tiles, plan=plan, received=x, state=plan.flat),
-        lambda: quantize_columns(x.new_empty(2, shape.pool_rows, 768), plan.tiles),
     ):
         for kernel in compile_launches(call):
             assert kernel.spill_bytes == 0, kernel.name
             # More would leave an SM one program, and nothing to load while that one computes.
-            limits = {"_quantize_weights_kernel": 64, "_quantize_columns_kernel": 128}
+            limits = {"_quantize_weights_kernel": 64}
             assert kernel.registers <= limits.get(kernel.name, 255), (kernel.name, kernel.registers)
 
 
@@ -76,10 +72,5 @@ def test_odd_dimension_is_misread_instead_of_refused():
         quantize_rows(torch.zeros(2, 72, dtype=torch.bfloat16))
     with pytest.raises(ConfigError, match="fp8 kernels quantize bf16 or fp32"):
         quantize_weights([torch.zeros(1, 16, 16, dtype=torch.float16)])
-    tiles = tiles_from_counts([3], 3, "cpu")
-    with pytest.raises(ConfigError, match="is 72.*multiple of 16"):
-        quantize_columns(torch.zeros(tiles.pool_rows, 72, dtype=torch.bfloat16), tiles)
-    with pytest.raises(ConfigError, match="x is torch.float32"):
-        quantize_columns(torch.zeros(tiles.pool_rows, 32), tiles)
     with pytest.raises(ConfigError, match="contiguous"):
         quantize_weights([torch.zeros(1, 16, 32, dtype=torch.bfloat16)[..., ::2]])

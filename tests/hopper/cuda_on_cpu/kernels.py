@@ -55,7 +55,7 @@ def build(
         text = text.replace(*change)
     text += (
         f'extern "C" const char* launch(int blocks, u64 seed, void** a) {{'
-        f" return launch_all({name}, blocks, seed, a); }}\n"
+        f" return launch_all({name}, blocks, {cuda_kernels.block(name).threads}, seed, a); }}\n"
     )
     stem = folder / "_".join([name, *defines])
     stem.with_suffix(".cpp").write_text(text)

@@ -47,7 +47,8 @@ alignas(1024) unsigned char shared[SHARED_SIZE];
 
 // --- fibers -----------------------------------------------------------------------------------------------
 
-constexpr int BLOCK_THREADS = 384;
+constexpr int MAX_THREADS = 384;
+static int block_threads;  // of this launch, whole warps
 static std::string error;
 static u64 progress;  // grows with everything that a waiting thread could wait for
 static u64 random_state = 1;
@@ -60,7 +61,7 @@ static u32 random_below(u32 n) {
 struct Rendezvous {
     int arrived = 0;
     u32 generation = 0;
-    u32 slot[2][BLOCK_THREADS];
+    u32 slot[2][MAX_THREADS];
 };
 
 struct Store {
@@ -91,11 +92,11 @@ struct Fiber {
     std::vector<Group*> groups;
 };
 
-static Fiber fibers[BLOCK_THREADS];
+static Fiber fibers[MAX_THREADS];
 static ucontext_t main_context;
 static int current;
 static void enter(int thread) { current = threadIdx.x = thread; }
-static Rendezvous warps[BLOCK_THREADS / 32], groups_of_warps[BLOCK_THREADS / 128], block_barrier, some_threads;
+static Rendezvous warps[MAX_THREADS / 32], groups_of_warps[MAX_THREADS / 128], block_barrier, some_threads;
 static std::deque<Group> all_groups;
 
 static void yield_fiber() {
@@ -135,7 +136,7 @@ static float float_of(u32 b) {
     return x;
 }
 
-DEVICE void __syncthreads() { meet(block_barrier, BLOCK_THREADS, 0, 0, 0); }
+DEVICE void __syncthreads() { meet(block_barrier, block_threads, 0, 0, 0); }
 template <int THREADS>
 DEVICE void sync_threads() {
     meet(some_threads, THREADS, current, 0, 0);
@@ -167,7 +168,8 @@ DEVICE u32 __reduce_max_sync(u32, u32 value) {
     return *std::max_element(values, values + 32);
 }
 DEVICE int __ffs(u32 bits) { return __builtin_ffs(int(bits)); }
-DEVICE float __shfl_xor_sync(u32 mask, float value, int other) {
+template <typename T>
+DEVICE T __shfl_xor_sync(u32 mask, T value, int other) {
     return __shfl_sync(mask, value, current % 32 ^ other);
 }
 
@@ -453,6 +455,16 @@ DEVICE void store_shared_pair(u32 address, float first, float second) {
     const float pair[2] = {first, second};
     store_shared(address, pair, 8);
 }
+DEVICE Words load_shared_words(u32 address) {
+    if (address % 16) fail("a shared load is misaligned");
+    return load_words(shared + address);
+}
+DEVICE void store_shared(u32 address, float value) { store_shared(address, &value, 4); }
+DEVICE void store_shared_words(u32 address, u32 first, u32 second) {
+    const u32 pair[2] = {first, second};
+    store_shared(address, pair, 8);
+}
+DEVICE void store_shared_words(u32 address, const Words& w) { store_shared(address, w.at, 16); }
 DEVICE void store_shared_half(u32 address, u16 value) { store_shared(address, &value, 2); }
 
 DEVICE void load_transposed(u32 (&d)[4], u32 address) {
@@ -499,6 +511,8 @@ DEVICE u32 max_magnitudes_bf16(u32 a, u32 b) {
     a &= 0x7FFF7FFF, b &= 0x7FFF7FFF;
     return pack_bf16(max_or_nan(low_bf16(a), low_bf16(b)), max_or_nan(high_bf16(a), high_bf16(b)));
 }
+// The sign is that of a · b, for a NaN too: nobody may rely on it.
+DEVICE u32 max_magnitudes_any_sign_bf16(u32 a, u32 b) { return max_magnitudes_bf16(a, b) | ((a ^ b) & 0x80008000); }
 DEVICE float __fdiv_rn(float a, float b) { return a / b; }
 using std::max;
 using std::min;
@@ -541,7 +555,7 @@ static void run_block() {
     for (auto& w : warps) w = Rendezvous{};
     for (auto& g : groups_of_warps) g = Rendezvous{};
     block_barrier = some_threads = Rendezvous{};
-    for (int i = 0; i < BLOCK_THREADS; ++i) {
+    for (int i = 0; i < block_threads; ++i) {
         Fiber& f = fibers[i];
         f.done = false;
         f.fenced = 0, f.unfenced.clear(), f.products.clear(), f.stores.clear(), f.groups.clear();
@@ -553,11 +567,11 @@ static void run_block() {
         makecontext(&f.context, fiber_main, 0);
     }
     int idle = 0;
-    int stalled[BLOCK_THREADS / 32] = {};  // rounds that a warp rests: warps drift apart as on a GPU
+    int stalled[MAX_THREADS / 32] = {};  // rounds that a warp rests: warps drift apart as on a GPU
     while (error.empty()) {
         const u64 before = progress;
         bool alive = false;
-        for (int i = 0; i < BLOCK_THREADS; ++i) {
+        for (int i = 0; i < block_threads; ++i) {
             if (fibers[i].done) continue;
             alive = true;
             if (i % 32 == 0) {
@@ -589,7 +603,8 @@ static void call(void (*kernel)(A...), void** arguments, std::index_sequence<I..
 }
 
 template <typename... A>
-static const char* launch_all(void (*kernel)(A...), int blocks, u64 seed, void** arguments) {
+static const char* launch_all(void (*kernel)(A...), int blocks, int threads, u64 seed, void** arguments) {
+    block_threads = threads;
     for (int i = 0; i < 256; ++i) e4m3_table[i] = e4m3_value(i);
     random_state = seed;
     stores = 0, stored.clear();

@@ -1,7 +1,8 @@
 """The CUDA kernels of cuda/: how they are built, launched and given their tensors.
 
-A kernel's text is its ring's sizes, ptx.cuh, ring.cuh, fp8_gemm.cuh and its own file; it needs nvcc or NVRTC
-once (jit/). Nothing here checks the GPU: the backend does.
+A kernel's text is its ring's sizes, ptx.cuh, ring.cuh, fp8_gemm.cuh, its PARTS and its own file; without
+a ring (PLAIN), its sizes, ptx.cuh, its PARTS and its own file. It needs nvcc or NVRTC once (jit/). Nothing
+here checks the GPU: the backend does.
 """
 
 from __future__ import annotations
@@ -59,7 +60,26 @@ def ring(name: str) -> Ring:
     return RINGS.get(name, Ring())
 
 
-PARTS = {"fp8_up": ("dispatch.cuh",)}
+class Block(NamedTuple):
+    """What a block of a launch has: threads, and dynamic shared memory in bytes."""
+
+    threads: int
+    shared_bytes: int
+
+
+PLAIN = {"fp8_columns": Block(256, 26_128)}
+"""Kernels without a ring."""
+
+
+def block(name: str) -> Block:
+    return PLAIN.get(name) or Block(THREADS, ring(name).shared_bytes)
+
+
+PARTS = {
+    "fp8_up": ("dispatch.cuh",),
+    "fp8_down_backward": ("factor.cuh",),
+    "fp8_columns": ("factor.cuh",),
+}
 """Files of cuda/ that one kernel has beside those of all."""
 
 ONE_PER_SM = GemmConfig()
@@ -69,13 +89,18 @@ ONE_PER_SM = GemmConfig()
 def cuda_source(name: str) -> str:
     """The whole text of a kernel: what it shares with the others, then its own file."""
     folder = Path(__file__).with_name("cuda")
+    own = (*PARTS.get(name, ()), f"{name}.cu")
+    if name in PLAIN:
+        threads, shared_bytes = PLAIN[name]
+        head = f"constexpr int HOST_THREADS = {threads}, HOST_SHARED_BYTES = {shared_bytes};"
+        return "\n".join([head, *((folder / file).read_text() for file in ("ptx.cuh", *own))])
     stages, pieces, scales, registers = sizes = ring(name)
     head = (
         f"constexpr int STAGES = {stages}, PIECES = {pieces}, SCALES = {scales};\n"
         f"constexpr unsigned MATH_REGISTERS = {registers};\n"
         f"constexpr int HOST_SHARED_BYTES = {sizes.shared_bytes};"
     )
-    files = ("ptx.cuh", "ring.cuh", "fp8_gemm.cuh", *PARTS.get(name, ()), f"{name}.cu")
+    files = ("ptx.cuh", "ring.cuh", "fp8_gemm.cuh", *own)
     return "\n".join([head, *((folder / file).read_text() for file in files)])
 
 
@@ -88,14 +113,29 @@ def launch(
     reserved_sms: int,
     defines: tuple[str, ...] = (),
 ) -> None:
-    """Launch kernel `name` on the device's current stream; `kinds` as jit/driver.py has them.
+    """Launch kernel `name`, a block on each SM that is not reserved, on the device's current stream.
+
+    `kinds` and what is raised: see `launch_blocks`; also ConfigError: no such number of reserved SMs.
+    """
+    blocks = grid_size(device, ONE_PER_SM, reserved_sms)
+    launch_blocks(name, kinds, arguments, device, blocks, defines=defines)
+
+
+def launch_blocks(
+    name: str,
+    kinds: Sequence[str],
+    arguments: Sequence[Any],
+    device: torch.device,
+    blocks: int,
+    *,
+    defines: tuple[str, ...] = (),
+) -> None:
+    """Launch `blocks` blocks of kernel `name` on the current stream; `kinds` as jit/driver.py has them.
 
     Raises:
-        ConfigError: no such number of reserved SMs.
         UnsupportedError: no driver or no compiler (jit/).
         MegaMoEError: compiling, loading or launching failed.
     """
-    blocks = grid_size(device, ONE_PER_SM, reserved_sms)
     _kernel(name, tuple(kinds), device, defines).launch(blocks, arguments, device)
 
 
@@ -108,7 +148,7 @@ def _kernel(name: str, kinds: tuple[str, ...], device: torch.device, defines: tu
 @functools.cache
 def _loaded(name: str, kinds: tuple[str, ...], device: int, defines: tuple[str, ...]) -> Kernel:
     return load_kernel(
-        cuda_source(name), name, name, kinds, threads=THREADS, shared_bytes=ring(name).shared_bytes,
+        cuda_source(name), name, name, kinds, **block(name)._asdict(),
         device=torch.device("cuda", device), defines=defines,
     )  # fmt: skip
 

@@ -96,6 +96,7 @@ VARIANTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("fp8_down_backward", ("WRITE_GRADS", "WRITE_H", "COLUMNS")),
     ("fp8_wgrad", ()),
     ("fp8_wgrad", ("FP32",)),
+    ("fp8_columns", ()),
 )
 """Every kernel that a call may need, and its macros."""
 

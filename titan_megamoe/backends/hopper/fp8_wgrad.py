@@ -1,14 +1,11 @@
-"""Weight gradients with e4m3 operands: rows quantized in blocks of 128 × 1 and laid along the contraction,
-then dW[e] = Σ over the expert's rows in a CUDA kernel (cuda/fp8_wgrad.cu) on the ring of the other fp8 GEMMs.
+"""Weight gradients with e4m3 operands: rows quantized in blocks of 128 × 1 and laid along the contraction
+(cuda/fp8_columns.cu), then dW[e] = Σ over the expert's rows (cuda/fp8_wgrad.cu).
 
     quantize_columns    rows of the pool, or tokens that the plan gathers (P, N) bf16 → (N, P) e4m3 and scales
     wgrad_fp8           dW2 = dyᵀ·h'; dW1, dW3 = dgᵀ·x, duᵀ·x
 
 The format is that of precision/quantize.py, bit for bit: a block is a tile of the pool, so 128 rows of one
 expert in its order, the last one as many as are left. Padding rows become 0 whatever they hold.
-
-quantize_columns, grid: one program per 128 rows × 128 columns; those past the tiles in use end at once.
-Programs share nothing.
 """
 
 from __future__ import annotations
@@ -16,28 +13,24 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from ...errors import ConfigError
-from ...precision.quantize import AMAX_FLOOR, BLOCK, E4M3_MAX
+from ...precision.quantize import BLOCK
 from ...routing import RoutingPlan
-from .cuda_kernels import launch, operand_map, store_map
-from .fp8_quantize import check_fp8_dims, magnitude_bits_bf16
+from .cuda_kernels import launch, launch_blocks, operand_map, store_map
+from .fp8_quantize import check_fp8_dims
 from .gemm_common import check_matrix, check_pool
 from .layout import cdiv
 from .tiles import BLOCK_M, PoolTiles
-from .triton_launch import launch_triton
 
 COLUMNS = 256
 """Columns of a tile of wgrad_fp8."""
-_ROUNDED_FLOOR = float(torch.tensor(AMAX_FLOOR, dtype=torch.bfloat16))
-_FLOOR = tl.constexpr(_ROUNDED_FLOOR)
-_FLOOR_FACTOR = tl.constexpr(E4M3_MAX / _ROUNDED_FLOOR)
-_E4M3_MAX = tl.constexpr(E4M3_MAX)
-_BLOCK = tl.constexpr(BLOCK)
-_WORDS = tl.constexpr(BLOCK // 4)
+CHUNK = 4
+"""Tiles of the pool that a block of fp8_columns takes."""
+GATHERED_BAND = 2
+"""Column blocks of 128 that rows are gathered for before the next ones: a token of several experts is read
+from memory for the first and found in L2 for the others if so many columns of all tokens fit there."""
 assert BLOCK == BLOCK_M
 
 
@@ -61,45 +54,6 @@ class Fp8Columns(NamedTuple):
         )
 
 
-@triton.jit
-def _quantize_columns_kernel(
-    x_ptr, received_ptr, row_source_ptr, state_ptr, data_ptr, scale_ptr, tile_expert_ptr, num_tiles_ptr,
-    offs_ptr, counts_ptr, N, P, SCALES, GATHERED: tl.constexpr, GUARD: tl.constexpr,
-):  # fmt: skip
-    tile = tl.program_id(1)
-    matrix = tl.program_id(2).to(tl.int64)
-    if tile < tl.load(num_tiles_ptr):
-        expert = tl.load(tile_expert_ptr + tile)
-        end = tl.load(offs_ptr + expert) + tl.load(counts_ptr + expert)
-        # A thread has every 16th of these rows, so that four that follow each other in the pool make a word.
-        place = tl.arange(0, _BLOCK)
-        row = tile * _BLOCK + place % 16 * 8 + place // 16
-        col = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
-        live = row < end
-        mask = live[:, None] & (col < N)[None, :]
-        if GATHERED:
-            source = tl.load(row_source_ptr + row, mask=live, other=0)
-            here = source >= 0
-            start = tl.multiple_of(tl.where(here, source, -2 - source).to(tl.int64) * N, [16])
-            start_ptr = tl.where(here, x_ptr + start, received_ptr + start)
-        else:
-            start_ptr = x_ptr + (matrix * P + row) * N
-        x = tl.load(start_ptr[:, None] + col[None, :], mask=mask, other=0.0)
-        amax = (tl.max(magnitude_bits_bf16(x), axis=0) << 16).to(tl.float32, bitcast=True)
-        factor = tl.where(amax <= _FLOOR, _FLOOR_FACTOR, tl.div_rn(_E4M3_MAX, amax))
-        if GUARD:
-            factor = tl.where(tl.load(state_ptr + 1) != 0, float("nan"), factor)
-        scaled = tl.where(live[:, None], x.to(tl.float32) * factor[None, :], 0.0)  # 0 beside a NaN, too
-        data = tl.reshape(
-            scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32), [2, 4, 16, _BLOCK]
-        )
-        words = tl.permute(tl.sum(data << (tl.arange(0, 4) * 8)[None, :, None, None], 1), [2, 1, 0])
-        to = (matrix * N + col)[:, None] * (P // 4) + tile * _WORDS + tl.arange(0, _WORDS)[None, :]
-        tl.store(data_ptr + to, tl.reshape(words, [_BLOCK, _WORDS]), mask=(col < N)[:, None])
-        to_scale = (matrix * (P // _BLOCK) + tile) * SCALES + col
-        tl.store(scale_ptr + to_scale, tl.div_rn(1.0, factor), mask=col < N)
-
-
 def quantize_columns(
     x: Tensor,
     tiles: PoolTiles,
@@ -119,6 +73,7 @@ def quantize_columns(
 
     Raises:
         ConfigError: N is not a multiple of 16, or a tensor does not fit; before any launch.
+        UnsupportedError: no driver or no compiler (jit/).
     """
     columns = x.shape[-1]
     check_fp8_dims(columns, columns)
@@ -133,12 +88,15 @@ def quantize_columns(
             check_matrix("received", received, (received.shape[0], columns), torch.bfloat16)
     check_pool(tiles, rows, tiles.num_local_experts)
     out = Fp8Columns.empty(matrices, columns, rows, x.device)
-    launch_triton(_quantize_columns_kernel, (cdiv(columns, BLOCK), rows // BLOCK, matrices),
-        x, x if received is None else received, tiles.offs if plan is None else plan.row_source,
-        tiles.offs if state is None else state,
-        out.data.view(torch.int32), out.scale, tiles.tile_expert, tiles.num_tiles, tiles.offs, tiles.counts,
-        columns, rows, out.scale.shape[2], GATHERED=plan is not None, GUARD=state is not None,
-        num_warps=8,
+    column_blocks = cdiv(columns, BLOCK)
+    launch_blocks(
+        "fp8_columns", ("ptr",) * 10 + ("i32",) * 5,
+        (
+            x, received, None if plan is None else plan.row_source, state, out.data, out.scale,
+            tiles.tile_expert, tiles.num_tiles, tiles.offs, tiles.counts,
+            columns, rows, out.scale.shape[2], matrices, column_blocks if plan is None else GATHERED_BAND,
+        ),
+        x.device, column_blocks * cdiv(rows // BLOCK, CHUNK) * matrices,
     )  # fmt: skip
     return out
 

@@ -39,19 +39,12 @@ constexpr int END_MATRIX = 3;
 #else
 constexpr int END_MATRIX = 2;
 #endif
-constexpr float FLOOR_BF16 = 1.0018652574217413e-12f;            // 1e-12 in bf16
-constexpr float FACTOR_AT_FLOOR_BF16 = 447165923065856.0f;  // 448 / that
 
 struct Backward {
     float upper_weight, lower_weight;
     float upper_dw, lower_dw;
     bool upper_live, lower_live;  // rows of the expert, no padding; COLUMNS only
 };
-
-// 448 / max(amax, 1e-12) for values in bf16, whose floor is 1e-12 in bf16 (precision/quantize.py).
-DEVICE float quantization_factor_bf16(float amax) {
-    return amax <= FLOOR_BF16 ? FACTOR_AT_FLOOR_BF16 : __fdiv_rn(448.f, amax);
-}
 
 // The 8 columns of 16-byte unit `unit` of a matrix of 128 rows × 64 bf16 as e4m3 into a piece, a column after the
 // other, and their scales. A thread has of column lane / 4 the rows 8·b + 2·(lane mod 4) and the next, b = 0 … 15. It

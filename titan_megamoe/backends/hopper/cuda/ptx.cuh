@@ -231,6 +231,29 @@ DEVICE void store_shared_word(u32 address, u32 value) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
+DEVICE Words load_shared_words(u32 address) {
+    Words w;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.at[0]), "=r"(w.at[1]), "=r"(w.at[2]), "=r"(w.at[3])
+                 : "r"(address)
+                 : "memory");
+    return w;
+}
+
+DEVICE void store_shared(u32 address, float value) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
+// 8 or 16 aligned bytes.
+DEVICE void store_shared_words(u32 address, u32 first, u32 second) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(first), "r"(second) : "memory");
+}
+
+DEVICE void store_shared_words(u32 address, const Words& w) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(w.at[0]), "r"(w.at[1]), "r"(w.at[2]),
+                 "r"(w.at[3]) : "memory");
+}
+
 DEVICE void store_shared_pair(u32 address, float first, float second) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second) : "memory");
 }
@@ -271,6 +294,13 @@ DEVICE float max_or_nan(float a, float b) {
 DEVICE u32 max_magnitudes_bf16(u32 a, u32 b) {
     u32 y;
     asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a & 0x7FFF7FFF), "r"(b & 0x7FFF7FFF));
+    return y;
+}
+
+// The same with some sign, which saves clearing those of a and b.
+DEVICE u32 max_magnitudes_any_sign_bf16(u32 a, u32 b) {
+    u32 y;
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
     return y;
 }
 
