@@ -51,7 +51,7 @@ class Ring(NamedTuple):
 
 RINGS = {
     "fp8_down_backward": Ring(stages=4, pieces=2, registers=240),
-    "fp8_wgrad": Ring(pieces=4, scales=3 * COLUMN_BLOCK),
+    "fp8_wgrad": Ring(pieces=4, scales=3 * COLUMN_BLOCK, registers=240),
 }
 """Of the kernels to which another ring than the default is better; docs/experiments_gemm.md."""
 
