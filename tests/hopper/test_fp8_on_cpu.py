@@ -178,8 +178,8 @@ def test_weight_gradient_loses_a_block_a_tile_or_a_scale(m, n, counts, dtype):
     [
         ("", "", None),
         ("SCALES_BYTES / 3 * 2, full);", "SCALES_BYTES / 3, full);", "every thread waits"),
-        ("        wgmma_wait();\n        pin(product);\n        promote_columns(sums.left", "promote_columns(sums.left",
-         "wrong result"),
+        ("        wgmma_wait();\n        pin(product);\n        promote_columns(sums.left",
+         "promote_columns(sums.left", "wrong result"),
         ("stage.a + MATRIX_BYTES / 32", "stage.a", "wrong result"),
         ("32 * (i % 2) + 256 * (i / 2)", "32 * (i % 2)", "wrong result"),
         ("matrix - expert * p.gradients, expert, first,", "matrix - expert * p.gradients, expert, 0,",
