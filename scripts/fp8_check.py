@@ -432,7 +432,7 @@ ABLATIONS: dict[str, list[tuple[str, str]]] = {
 """Replacements in a kernel's source; each keeps the ring's protocol."""
 _UNTIL_WRITTEN = "[&](const Tile& tile) { written.wait(tile); }"
 _AT_ONCE = "[&](const Tile&) { __syncwarp(); }"
-_STORE = "if (i * 512 < d.hidden - byte) store_words(to + i * 512, words[WHICH][i]);"
+_STORE = "if (i * 512 < d.row_bytes - byte) store_words(to + i * 512, words[WHICH][i]);"
 DISPATCH_ABLATIONS: dict[str, list[tuple[str, str]]] = {
     "no wait": [(_UNTIL_WRITTEN, _AT_ONCE)],
     "no wait, no stores": [

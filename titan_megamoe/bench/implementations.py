@@ -7,7 +7,9 @@ The router stays outside of all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -65,7 +67,7 @@ def build(label: str, setting: Setting) -> Implementation:
     """The implementation of that name.
 
     mega_moe, mega_moe@fp8: the fused backend; mega_moe@fp8/fp8: with fp8 weight gradients too;
-    mega_moe+expand@fp8: with one of TRIALS, which the record's `impl` names too. all_to_all:
+    mega_moe+expand@fp8, mega_moe+cuda: with one of TRIALS, which the record's `impl` names too. all_to_all:
     ours, unfused. torchtitan, torchtitan+compile: stock all-to-all. deepep:24, deepep+compile:24:
     TorchTitan's DeepEP block. deep_gemm: fp8, forward only.
     Raises ConfigError for another name and UnsupportedError for what cannot run here.
@@ -89,9 +91,9 @@ def build(label: str, setting: Setting) -> Implementation:
             )
             forward = _ours(setting, config)
             made = Implementation(label, name, config.precision, forward, wgrad_precision=wgrad or "bf16")
-            for trial in trials:
-                tried = _with_trial(made.forward, TRIALS[trial])
-                made = replace(made, impl=f"{made.impl}+{trial}", forward=tried)
+            if name == "mega_moe":
+                forward = _with_trials(made.forward, trials)
+                made = replace(made, impl="+".join([name, *trials]), forward=forward)
             return _with_costs(made, setting) if name == "mega_moe" else made
         case "torchtitan":
             forward = _stock(setting, deepep=False, compiled=bool(compiled))
@@ -111,26 +113,29 @@ def build(label: str, setting: Setting) -> Implementation:
     )
 
 
-TRIALS: dict[str, dict[str, object]] = {"expand": {"first_half": "expanded"}}
+TRIALS: dict[str, dict[str, object]] = {
+    "expand": {"first_half": "expanded"},
+    "cuda": {"gemms": "cuda"},
+    "triton": {"gemms": "triton"},
+}
 """Attributes of the fused backend that are another way to do the same, and what they are in a trial."""
+HOPPER = "titan_megamoe.backends.hopper.backend"
+DEFAULTS: dict[str, object] = {"first_half": "auto", "gemms": "auto"}
+"""What they are in none."""
 
 
-def _with_trial(
-    forward: Callable[[LayerInputs], Tensor], trial: dict[str, object]
+def _with_trials(
+    forward: Callable[[LayerInputs], Tensor], trials: Sequence[str]
 ) -> Callable[[LayerInputs], Tensor]:
-    """The same with those attributes, for eager calls."""
+    """The same with those attributes, for eager calls; they stay for the backward, until the next forward."""
+    wanted = DEFAULTS | {name: value for trial in trials for name, value in TRIALS[trial].items()}
 
     def tried(inputs: LayerInputs) -> Tensor:
-        from ..backends.hopper.backend import FusedBackend
-
-        before = {name: getattr(FusedBackend, name) for name in trial}
-        for name, value in trial.items():
-            setattr(FusedBackend, name, value)
-        try:
-            return forward(inputs)
-        finally:
-            for name, value in before.items():
-                setattr(FusedBackend, name, value)
+        if trials or HOPPER in sys.modules:  # else nobody can have changed them
+            backend = importlib.import_module(HOPPER).FusedBackend
+            for name, value in wanted.items():
+                setattr(backend, name, value)
+        return forward(inputs)
 
     return tried
 
