@@ -55,7 +55,7 @@ BF16_RING = Ring(pieces=4, scales=0)
 """A warp's whole tile in bf16 in its pieces (cuda/bf16_gemm.cuh)."""
 RINGS = {
     "fp8_down_backward": Ring(stages=4, pieces=2, registers=240),
-    "fp8_wgrad": Ring(pieces=4, scales=3 * COLUMN_BLOCK, registers=240),
+    "fp8_wgrad": Ring(pieces=4, scales=3 * COLUMN_BLOCK),
     "bf16_up": BF16_RING,
     "bf16_plain": BF16_RING,
     "bf16_down_backward": BF16_RING,

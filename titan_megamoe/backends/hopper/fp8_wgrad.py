@@ -28,7 +28,7 @@ COLUMNS = 256
 """Columns of a tile of wgrad_fp8."""
 CHUNK = 4
 """Tiles of the pool that a block of fp8_columns takes."""
-GATHERED_BAND = 2
+GATHERED_BAND = 1
 """Column blocks of 128 that rows are gathered for before the next ones: a token of several experts is read
 from memory for the first and found in L2 for the others if so many columns of all tokens fit there."""
 assert BLOCK == BLOCK_M

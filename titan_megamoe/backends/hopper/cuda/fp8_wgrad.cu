@@ -8,10 +8,8 @@
 // Tiles of 128 rows × 256 columns of one gradient: columns fastest, then rows, gradients, experts, so that the blocks
 // of one moment read the same tokens from L2. An expert without tokens gets zeros. Every tile is written.
 //
-// Other than in ring.cuh a warpgroup multiplies all 128 rows and 128 of the columns: `left` are rows 0 to 63 of the tile,
-// `right` the others. A stage brings 128 + 256 scales along. Those of the columns differ in every register, so promotion
-// costs two operations an element; a thread loads them once a stage and keeps them for both products. (With 64 rows
-// and 256 columns it would load twice as many, 64 KB a stage, half of what the stage's operands take from shared memory.)
+// A stage brings 128 + 256 scales along. The scales of the columns differ in every register, so promotion costs two
+// operations an element; they come from shared memory eight columns at a time.
 
 struct Weights {
     const float* scale_a;  // (gradients, blocks, a_scales)
@@ -49,63 +47,62 @@ struct WeightTiles {
     }
 };
 
+// Columns [8·FROM, 8·FROM + 64) of a column block. `scales`: of this thread's first column.
+template <int FROM>
 DEVICE void promote_columns(float (&sums)[64], const float (&product)[64], float upper, float lower,
-                            const float (&scale)[32]) {
+                            const float (&scale)[16]) {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
-        const int at = 4 * (i / 2) + i % 2;
-        sums[at] += upper * scale[i] * product[at];
-        sums[at + 2] += lower * scale[i] * product[at + 2];
-    }
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            const int at = 4 * (FROM + j) + c;
+            sums[at] += upper * scale[2 * j + c] * product[at];
+            sums[at + 2] += lower * scale[2 * j + c] * product[at + 2];
+        }
 }
 
-// A full stage as a multiplying thread needs it: its operands, the scales of its four rows, where those of its
-// columns are.
-struct TokenStage {
-    u64 a, b;
-    float scale[4];
-    u32 columns;
-
-    DEVICE void open(const Shared& s, const Position& at, u32 group) {
-        const u32 lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * WARP_ROWS + lane / 4;
-        barrier_wait(s.full(at.stage), at.round);
-        a = operand(s.stage(at.stage));
-        b = operand(s.stage(at.stage) + (1 + group) * MATRIX_BYTES);
+template <int FROM>
+DEVICE void load_scales(float (&scale)[16], u32 scales) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) scale[i] = load_shared(s.scales(at.stage) + 4 * row + 32 * (i % 2) + 256 * (i / 2));
-        columns = s.scales(at.stage) + (1 + group) * (SCALES_BYTES / 3) + 8 * (lane % 4);
-    }
-};
+    for (int j = 0; j < 8; ++j)
+        load_shared_pair(scales + 32 * (FROM + j), scale[2 * j], scale[2 * j + 1]);
+}
 
-// The sums of a tile, for the 128 columns of this warpgroup: `left` has rows 0 to 63, `right` the others. Both need the
-// scales of the same columns, which stay in registers from one product to the next.
 DEVICE void accumulate_tokens(const Shared& s, int blocks, Position& at, Sums& sums) {
     const u32 lane = threadIdx.x % 32;
+    const u32 row = threadIdx.x / 32 * WARP_ROWS + lane / 4;
     const u32 group = __shfl_sync(~0u, threadIdx.x / 128, 0);
-    float product[64], scale[32];
+    float product[64], scale[16];
 #pragma unroll
     for (int i = 0; i < 64; ++i) sums.left[i] = sums.right[i] = 0.f;
 
-    TokenStage stage;
-    if (blocks > 0) stage.open(s, at, group);
+    Stage stage;
+    if (blocks > 0) stage.open(s, at, group, row);
 #pragma unroll 1
     for (int block = 1; block <= blocks; ++block) {
-        multiply(product, stage.a, stage.b);
-#pragma unroll
-        for (int j = 0; j < 16; ++j) load_shared_pair(stage.columns + 32 * j, scale[2 * j], scale[2 * j + 1]);
-        wgmma_wait();
-        pin(product);
-        promote_columns(sums.left, product, stage.scale[0], stage.scale[1], scale);
+        const float upper = stage.upper, lower = stage.lower;
+        const u32 left = s.scales(at.stage) + SCALES_BYTES / 3 + 8 * (lane % 4), right = left + SCALES_BYTES / 3;
 
-        multiply(product, stage.a + MATRIX_BYTES / 32, stage.b);
-        const u32 used = s.empty(at.stage);
-        const float upper = stage.scale[2], lower = stage.scale[3];
-        at.advance();
-        if (block < blocks) stage.open(s, at, group);
+        multiply(product, stage.a, stage.b);
         wgmma_wait();
         pin(product);
+        load_scales<0>(scale, left);
+        promote_columns<0>(sums.left, product, upper, lower, scale);
+        load_scales<8>(scale, left);
+        promote_columns<8>(sums.left, product, upper, lower, scale);
+
+        multiply(product, stage.a, stage.b + MATRIX_BYTES / 16);
+        const u32 used = s.empty(at.stage);
+        at.advance();
+        if (block < blocks) stage.open(s, at, group, row);
+        wgmma_wait();
+        pin(product);
+        load_scales<0>(scale, right);
+        promote_columns<0>(sums.right, product, upper, lower, scale);
+        load_scales<8>(scale, right);
+        __syncwarp();  // every lane has read its scales
         if (lane == 0) barrier_arrive(used);
-        promote_columns(sums.right, product, upper, lower, scale);
+        promote_columns<8>(sums.right, product, upper, lower, scale);
     }
 }
 
@@ -184,11 +181,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_wgrad(
             const WeightTile tile = tiles.tile();
             Sums sums;
             accumulate_tokens(s, tile.blocks, at, sums);
-            const int row = tile.row + warp % 4 * WARP_ROWS, column = tile.column + warp / 4 * BLOCK;
+            const int row = tile.row + warp * WARP_ROWS;
+            const int inside = row < rows ? columns : 0;  // rows past the last are not sent
             const TensorMap& out = tile.gradient ? second : first;
-            // Rows past the last are not sent.
-            send_result(out, sums.left, pieces, row < rows ? columns : 0, column, row, tile.expert);
-            send_result(out, sums.right, pieces, row + 64 < rows ? columns : 0, column, row + 64, tile.expert);
+            send_result(out, sums.left, pieces, inside, tile.column, row, tile.expert);
+            send_result(out, sums.right, pieces, inside, tile.column + BLOCK, row, tile.expert);
         }
         if (threadIdx.x % 32 == 0) store_wait_all();
     }
