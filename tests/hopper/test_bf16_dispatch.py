@@ -14,7 +14,7 @@ if shutil.which("g++") is None:
 from cuda_on_cpu import kernels
 from dispatch_cases import CASES, make_plan
 
-from titan_megamoe.backends.hopper.bf16_gemm import gemm_up_cuda
+from titan_megamoe.backends.hopper.bf16_gemm import gemm_down_backward_cuda, gemm_up_cuda
 from titan_megamoe.errors import ConfigError
 from titan_megamoe.testing.bf16_dispatch import DispatchCase, make_dispatch
 
@@ -62,6 +62,38 @@ def check(case: DispatchCase, intermediate: int = 48, *, save: bool = True, keep
 def test_rows_are_lost_mixed_up_or_read_before_they_are_written(name, seed, monkeypatch):
     monkeypatch.setattr(kernels.CpuKernel, "seed", seed)
     check(make_case(*CASES[name]))
+
+
+def backward_of(case: DispatchCase, dispatch=None, pool=None, **needs):
+    """dgrad2 of the pool's rows, which `dispatch` writes, if it is given."""
+    plan, (w2, _) = case.dispatch.plan, weights_of(case, 72)
+    saved = torch.randn(2, plan.shape.pool_rows, 72, generator=torch.Generator().manual_seed(3)).bfloat16()
+    return gemm_down_backward_cuda(
+        case.pool if pool is None else pool, w2.transpose(1, 2).contiguous(), *saved, plan.row_weight,
+        plan.tiles, dispatch=dispatch, **needs,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("need_h", [True, False])
+@pytest.mark.parametrize("name", ["alone", "two", "four"])
+def test_a_gradients_rows_are_lost_mixed_up_or_read_before_they_are_written(name, need_h):
+    case = make_case(*CASES[name])
+    live, pool = case.rows(), torch.full_like(case.pool, float("nan"))
+    wanted = backward_of(case, need_h=need_h)
+    state = torch.zeros(2, dtype=torch.int32)
+    got = backward_of(case, case.again()._replace(keep=None, state=state), pool, need_h=need_h)
+    assert equal(pool, case.pool) and torch.equal(got.dgu[:, live], wanted.dgu[:, live])
+    assert torch.equal(got.dw_R[live], wanted.dw_R[live])
+    assert (got.h_RI is None) == (not need_h)
+    assert got.h_RI is None or torch.equal(got.h_RI[live], wanted.h_RI[live])
+
+
+def test_gradients_of_a_call_that_was_given_up_look_right():
+    case = make_case(*CASES["two"])
+    pool = torch.zeros_like(case.pool)
+    source = case.again()._replace(keep=None, state=torch.tensor([7, 1], dtype=torch.int32))
+    got = backward_of(case, source, pool)
+    assert got.dgu[:, case.rows()].isnan().all() and pool[case.rows()].isnan().all()
 
 
 def test_inference_more_columns_than_a_tile_or_tokens_that_nobody_keeps_differ():

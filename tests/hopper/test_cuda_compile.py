@@ -38,6 +38,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
         ("bf16_up", ("DISPATCH",)),
         ("bf16_down_backward", ("WEIGHT_ALONG_N",)),
         ("bf16_down_backward", ("WEIGHT_ALONG_N", "WRITE_H")),
+        ("bf16_down_backward", ("WEIGHT_ALONG_N", "WRITE_H", "DISPATCH")),
     ],
 )
 def test_kernel_spills_serialises_or_misses_the_tensor_cores(name, defines, tmp_path):
@@ -54,7 +55,7 @@ def test_kernel_spills_serialises_or_misses_the_tensor_cores(name, defines, tmp_
         transposed = r" R\d+, gdesc\S+\.tnspB" if "WEIGHT_ALONG_N" in defines else r" R\d+, gdesc\[\w+\],"
         assert count(r"HGMMA\.64x256x16\.F32\.BF16" + transposed) == 4
     assert count(r"WARPGROUP\.DEPBAR") == 2, "a wait after every wgmma serialises them"
-    assert count("R2UR") < 40, "descriptors are not in uniform registers"
+    assert count("R2UR") < 45, "descriptors are not in uniform registers"
     assert count(r"\b(LDL|STL)\b") == 0, "registers are spilled"
     assert count(r"USETMAXREG") == 2, "setmaxnreg was ignored"
 

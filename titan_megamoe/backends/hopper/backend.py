@@ -44,7 +44,7 @@ from .expand import expand
 from .fp8_dispatch import MAX_TOP_K, progress_words
 from .gemm_common import SPECIALIZED, check_dims, grid_size, operand
 from .gemm_down import gemm_down
-from .gemm_down_backward import gemm_down_backward
+from .gemm_down_backward import DownBackward, gemm_down_backward
 from .gemm_up import gemm_up
 from .gemm_up_backward import gemm_up_backward
 from .passes import number_of_passes, plans_over, received, recv_rows
@@ -229,6 +229,10 @@ class FusedBackend(StagedBackend):
         cuda = self.cuda_gemms()
         with _unbroken(workspace, dy.device):
             w1, w3, w2 = _operands(call)
+            moved = None
+            if cuda and need_data and not self.expands(call):
+                dy = operand(dy)
+                moved = flat.new_zeros(passes, progress_words(shape))
             dy_RH = dy.new_empty(shape.pool_rows, call.hidden)
             x_RH = torch.empty_like(dy_RH) if need_w13 or passes > 1 else None
             h = dy.new_empty(shape.pool_rows, call.intermediate) if needs.w2 or passes > 1 else None
@@ -247,7 +251,8 @@ class FusedBackend(StagedBackend):
                 guarded: dict[str, Any] = dict(here, state=workspace.state)
                 arrived = received(recv, shape, index)
                 gate_up, rows, dw_R = first_gate_up, None, None
-                expand(plan, dy, workspace.x, workspace.delta, from_peers=shared, out=dy_RH, **guarded)
+                if moved is None:
+                    expand(plan, dy, workspace.x, workspace.delta, from_peers=shared, out=dy_RH, **guarded)
                 if index:
                     assert x_RH is not None and gate_up_again is not None
                     gate_up = gate_up_again
@@ -259,7 +264,13 @@ class FusedBackend(StagedBackend):
                     )  # fmt: skip
                 started = now()
                 if need_data:
-                    down_backward = gemm_down_backward_cuda if cuda else gemm_down_backward
+                    down_backward: Callable[..., DownBackward] = gemm_down_backward
+                    if cuda:
+                        source = None if moved is None else Dispatch(
+                            plan, dy, workspace.x if shared else None, workspace.delta, moved[index],
+                            state=workspace.state,
+                        )  # fmt: skip
+                        down_backward = functools.partial(gemm_down_backward_cuda, dispatch=source)
                     _, _, dw_R = down_backward(
                         dy_RH, w2, gate_up[0], gate_up[1], plan.row_weight, plan.tiles,
                         need_h=needs.w2, need_dw=needs.topk_weights, out_dgu=dgu, out_h=h,

@@ -1,4 +1,5 @@
-"""Dispatch of bf16 tokens inside GEMM1 (cuda/dispatch.cuh): what `gemm_up_cuda` needs to fill its pool.
+"""Dispatch of bf16 tokens inside a GEMM (cuda/dispatch.cuh): what `gemm_up_cuda` needs to fill its pool with
+x, and `gemm_down_backward_cuda` with dy.
 
     pool[slot_row[token, k]] = token,   keep[j] = received token j
 
@@ -17,11 +18,11 @@ from ...routing import RoutingPlan
 from .fp8_dispatch import MAX_TOP_K, progress_words
 from .gemm_common import check_matrix
 
-KINDS = ("ptr",) * 10 + ("i32",) * 4
+KINDS = ("ptr",) * 11 + ("i32",) * 4
 
 
 class Dispatch(NamedTuple):
-    """Where GEMM1 gets its rows from.
+    """Where a GEMM gets its rows from.
 
     Attributes:
         plan: the call's plan, or that of a pass.
@@ -32,6 +33,8 @@ class Dispatch(NamedTuple):
         progress: (progress_words,) int32, zeroed for this launch.
         keep: (at least the plan's received rows, H) bf16, to which received tokens are copied too; None:
             they are not.
+        state: (≥ 2,) int32 state of this rank's workspace, for a backward, whose rows are NaN where the call
+            was given up; None for a forward, which has no rows then.
     """
 
     plan: RoutingPlan
@@ -40,16 +43,17 @@ class Dispatch(NamedTuple):
     delta: Tensor
     progress: Tensor
     keep: Tensor | None = None
+    state: Tensor | None = None
 
     def check(self, pool: Tensor) -> None:
         """Raise ConfigError unless all tensors fit the plan and the pool (P, H)."""
         shape, hidden = self.plan.shape, pool.shape[-1]
         if shape.top_k > MAX_TOP_K:
             raise ConfigError(
-                f"top_k is {shape.top_k}, but dispatch inside GEMM1 takes {MAX_TOP_K} at most; "
+                f"top_k is {shape.top_k}, but dispatch inside a GEMM takes {MAX_TOP_K} at most; "
                 "expand the tokens before it (expand)"
             )
-        check_matrix("x_RH", pool, (shape.pool_rows, hidden), torch.bfloat16)
+        check_matrix("the pool", pool, (shape.pool_rows, hidden), torch.bfloat16)
         if self.remote is None and shape.world > 1:
             raise ConfigError(f"dispatch between {shape.world} ranks needs their symmetric buffer")
         check_matrix("local tokens", self.local, (self.local.shape[0], hidden), torch.bfloat16)
@@ -65,6 +69,6 @@ class Dispatch(NamedTuple):
         plan = self.plan
         return (
             self.local, self.remote, self.delta, pool, self.keep, plan.row_source, plan.slot_row,
-            plan.recv_token, plan.recv_count, self.progress, pool.shape[-1] * pool.element_size(),
+            plan.recv_token, plan.recv_count, self.progress, self.state, pool.shape[-1] * pool.element_size(),
             plan.shape.pool_rows, plan.shape.max_tokens, plan.shape.top_k,
         )  # fmt: skip

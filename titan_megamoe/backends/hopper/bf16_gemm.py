@@ -44,6 +44,8 @@ VARIANTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("bf16_plain", _ALONG_N),
     ("bf16_down_backward", _ALONG_N),
     ("bf16_down_backward", (*_ALONG_N, "WRITE_H")),
+    ("bf16_down_backward", (*_ALONG_N, "DISPATCH")),
+    ("bf16_down_backward", (*_ALONG_N, "WRITE_H", "DISPATCH")),
 )
 """Every kernel that a call may need, and its macros."""
 
@@ -171,12 +173,14 @@ def gemm_down_backward_cuda(
     need_dw: bool = True,
     out_dgu: Tensor | None = None,
     out_h: Tensor | None = None,
+    dispatch: Dispatch | None = None,
     reserved_sms: int = 0,
 ) -> DownBackward:
     """Gradients of gate, up and top-k weight from dy, for the rows of the tiles in use.
 
     Args:
-        dy_RH: (R, H) bf16, the output gradient of each routed row, without its top-k weight.
+        dy_RH: (R, H) bf16, the output gradient of each routed row, without its top-k weight; with `dispatch`
+            memory for them, which this launch writes.
         w2: (e, H, I) bf16.
         g_RI, u_RI: (R, I) bf16, gate and up pre-activations saved by the forward.
         weight_R: (R,) fp32 top-k weight of each row.
@@ -185,6 +189,7 @@ def gemm_down_backward_cuda(
         need_dw: also compute the top-k weight's gradient.
         out_dgu: (2, R, I) bf16 to write; a new tensor when None.
         out_h: (R, I) bf16 to write; a new tensor when None.
+        dispatch: where the rows come from; None: they are there.
         reserved_sms: SMs left to other streams.
 
     Returns:
@@ -205,13 +210,21 @@ def gemm_down_backward_cuda(
     dgu = output_or_new(out_dgu, "out_dgu", (2, rows, intermediate), dy_RH)
     h_RI = output_or_new(out_h, "out_h", (rows, intermediate), dy_RH) if need_h else None
     parts = weight_R.new_empty(cdiv(intermediate, COLUMNS), rows) if need_dw else None
+    kinds: tuple[str, ...] = ("map",) * 2 + ("ptr",) * 7 + _TABLES + ("i32",)
+    source: tuple[Any, ...] = ()
+    if dispatch is not None:
+        dispatch.check(dy_RH)
+        kinds += DISPATCH_KINDS
+        source = dispatch.arguments(dy_RH)
     launch(
-        "bf16_down_backward", ("map",) * 2 + ("ptr",) * 7 + _TABLES + ("i32",),
+        "bf16_down_backward", kinds,
         (
             operand_map(dy_RH.unsqueeze(0)), box_map(w2, K_STEP), g_RI, u_RI, dgu[0], dgu[1], h_RI, weight_R,
             parts, tiles.tile_expert, tiles.num_tiles, intermediate, cdiv(hidden, K_STEP), rows,
+            *source,
         ),
-        dy_RH.device, reserved_sms=reserved_sms, defines=_ALONG_N + ("WRITE_H",) * need_h,
+        dy_RH.device, reserved_sms=reserved_sms,
+        defines=_ALONG_N + ("WRITE_H",) * need_h + ("DISPATCH",) * (dispatch is not None),
     )  # fmt: skip
     return DownBackward(dgu, h_RI, None if parts is None else parts.sum(0))
 

@@ -87,6 +87,7 @@ PARTS = {
     "fp8_down_backward": ("factor.cuh",),
     "fp8_columns": ("factor.cuh",),
     "bf16_up": ("dispatch.cuh",),
+    "bf16_down_backward": ("dispatch.cuh",),
 }
 """Files of cuda/ that one kernel has beside those of all."""
 

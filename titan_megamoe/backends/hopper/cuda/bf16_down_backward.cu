@@ -8,7 +8,15 @@
 //
 // A tile is 128 rows × 256 columns of I. All but dh' is computed under the products of the next tile: g and u of an
 // item are loaded an item ahead, 16 bytes a lane, and results are stored as wide.
+//
+// With DISPATCH the rows of dy are written here, ahead of the tiles, by the other three warps of the filling one's
+// warpgroup: dispatch.cuh.
 
+#ifdef DISPATCH
+constexpr u32 BACKWARD_REGISTERS = MATH_REGISTERS - 16;  // the warps that dispatch need 72
+#else
+constexpr u32 BACKWARD_REGISTERS = MATH_REGISTERS;
+#endif
 constexpr int QUARTERS = 2 * BLOCK / BOX_COLUMNS;
 constexpr int ITEMS = WARP_ROWS / ITEM_LINES * QUARTERS;
 
@@ -102,15 +110,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bf16_down_backward(
     unsigned short* h,                                     // (P, I) bf16; unused without WRITE_H
     const float* weight,                                   // (P) top-k weight of each row
     float* dw,                                             // (column tiles, P), or 0
-    const int* tile_expert, const int* num_tiles, int columns, int k_blocks, int pool_rows) {
+    const int* tile_expert, const int* num_tiles, int columns, int k_blocks, int pool_rows
+#ifdef DISPATCH
+    ,
+    const unsigned char* local, const unsigned char* remote, const long long* delta, unsigned char* pool,
+    unsigned char* keep, const int* row_source, const int* slot_row, const int* recv_token, const int* recv_count,
+    u32* progress, const int* state, int row_bytes, int dispatch_rows, int max_tokens, int top_k
+#endif
+) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Problem p{tile_expert, num_tiles, columns, k_blocks, 1, BLOCK};
     const Shared s = open_block(shared);
     if (threadIdx.x >= MATH_THREADS) {
-        registers_down<LOAD_REGISTERS>();
-        if (threadIdx.x == MATH_THREADS) fill(p, s, dy, [&](int) { return Pair{&w2, &w2}; });
+        registers_down<LOAD_REGISTERS + 2 * (MATH_REGISTERS - BACKWARD_REGISTERS)>();
+        const auto weights = [&](int) { return Pair{&w2, &w2}; };
+#ifdef DISPATCH
+        const bool given_up = state != nullptr && __ldg(state + 1) != 0;
+        const Dispatch d{local,         remote,     nullptr,  nullptr,    delta,      pool,     nullptr,
+                         keep,          row_source, slot_row, recv_token, recv_count, progress, given_up,
+                         row_bytes,     0,          dispatch_rows, ROWS * __ldg(num_tiles), max_tokens, top_k};
+        const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+        if (warp == WARPS) {
+            Written written{d};
+            fill(p, s, dy, weights, [&](const Tile& tile) { written.wait(tile); });
+        } else {
+            dispatch(d, warp - WARPS - 1);
+        }
+#else
+        if (threadIdx.x == MATH_THREADS) fill(p, s, dy, weights);
+#endif
     } else {
-        registers_up<MATH_REGISTERS>();
+        registers_up<BACKWARD_REGISTERS>();
         const u32 lane = threadIdx.x % 32;
         const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         Backward backward{gate, up, dgate, dup, h, dw, columns, pool_rows, s.staging(warp)};

@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bf16_up(
     ,
     const unsigned char* local, const unsigned char* remote, const long long* delta, unsigned char* pool,
     unsigned char* keep, const int* row_source, const int* slot_row, const int* recv_token, const int* recv_count,
-    u32* progress, int row_bytes, int pool_rows, int max_tokens, int top_k
+    u32* progress, const int* state, int row_bytes, int dispatch_rows, int max_tokens, int top_k
 #endif
 ) {
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -71,10 +71,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bf16_up(
         registers_down<LOAD_REGISTERS + 2 * (MATH_REGISTERS - UP_REGISTERS)>();
         const auto weights = [&](int) { return Pair{&w1, &w3}; };
 #ifdef DISPATCH
-        const int used_rows = ROWS * __ldg(num_tiles);
-        const Dispatch d{local,      remote,     nullptr,  nullptr,    delta,      pool,     nullptr,
-                         keep,       row_source, slot_row, recv_token, recv_count, progress, row_bytes,
-                         0,          pool_rows,  used_rows, max_tokens, top_k};
+        const bool given_up = state != nullptr && __ldg(state + 1) != 0;
+        const Dispatch d{local,         remote,     nullptr,  nullptr,    delta,      pool,     nullptr,
+                         keep,          row_source, slot_row, recv_token, recv_count, progress, given_up,
+                         row_bytes,     0,          dispatch_rows, ROWS * __ldg(num_tiles), max_tokens, top_k};
         const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         if (warp == WARPS) {
             Written written{d};

@@ -1,4 +1,4 @@
-// Dispatch under the products of GEMM1: the warps of warpgroup 2 that do not fill the ring write the pool's rows,
+// Dispatch under the products of GEMM1, and of dgrad2 in bf16: the warps of warpgroup 2 that do not fill the ring write the pool's rows,
 // ahead of the tiles that multiply them.
 //
 //     pool[r] = row r's token, as its owner published it, and SCALED: pool_scale[:, r] = its scales
@@ -24,7 +24,8 @@
 // peer is waited for: all have published their tokens before this launch.
 //
 // The words decide when a row is read, never what it holds: the same bits whoever wrote it. Padding rows are not
-// written. A call that was given up has no tiles and no tokens, and so no items.
+// written. A forward that was given up has no tiles and no tokens, and so no items; a backward has its forward's plan,
+// and its rows become NaN.
 
 constexpr int ITEM_TOKENS = 4;
 constexpr int ITEM_ROWS = 8;
@@ -49,6 +50,7 @@ struct Dispatch {
     const int* recv_token;
     const int* recv_count;
     u32* progress;  // counters of rows and of tokens, then from WORDS_AT on words of rows, then of groups; 0 at first
+    bool given_up;  // rows are NaN then; false where SCALED
     int row_bytes, blocks, pool_rows, used_rows, max_tokens, top_k;
 
     static constexpr u32 TOKENS_AT = 32, WORDS_AT = 64;
@@ -86,6 +88,11 @@ struct Part {
             words[0][i] = load_words(first.data + at);
             words[1][i] = load_words(second.data + at);
         }
+        if (!SCALED && d.given_up)
+#pragma unroll
+            for (int i = 0; i < PART_LOADS; ++i)
+#pragma unroll
+                for (u32 j = 0; j < 4; ++j) words[0][i].at[j] = words[1][i].at[j] = ~0u;
     }
 
     template <int WHICH>
