@@ -178,16 +178,19 @@ def check_columns() -> bool:
     pool[live] = tokens[plan.row_slot[live].long() // 4]
     count = int(plan.recv_count)
     received = tokens[plan.recv_token[:count].long()].cuda()
+    copied = tokens[700:].cuda()
     on_gpu = RoutingPlan.over(plan.flat.cuda(), shape)
     state = torch.zeros(2, dtype=torch.int32).cuda()
 
-    def gather() -> Fp8Columns:
+    def gather(**peers: Tensor) -> Fp8Columns:
         x = tokens[:700].cuda()
-        return quantize_columns(x, on_gpu.tiles, plan=on_gpu, received=received, state=state)
+        return quantize_columns(x, on_gpu.tiles, plan=on_gpu, **peers, state=state)
 
-    right &= same_columns(gather(), reference_columns(pool.cuda(), on_gpu.tiles), on_gpu.tiles)
+    wanted = reference_columns(pool.cuda(), on_gpu.tiles)
+    right &= same_columns(gather(received=received), wanted, on_gpu.tiles)
+    right &= same_columns(gather(copied=copied), wanted, on_gpu.tiles)
     state[1] = 1  # the call has been given up
-    lost = gather().data[0, :, :used].float().isnan().cpu()
+    lost = gather(copied=copied).data[0, :, :used].float().isnan().cpu()
     return right and bool(lost.eq(live[:used]).all())
 
 

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from .agreement import CallHeader, Phase, agree
 from .backends.hopper.layout import COMBINE_TOKENS, MAIL_WORDS, PROGRESS_AT, RAISED_AT, STATE_WORDS
+from .backends.hopper.peer_copies import copies_delta
 from .backends.hopper.status import WORDS, error_from
 from .errors import BoundError, ConfigError, UnsupportedError
 from .group import PerGroup, group_rank, group_size
@@ -100,6 +101,9 @@ class Workspace:
         geometry: the sizes.
         mail, flags, ids, weights, dweight, x, partial, rows8, scales, second: views, see the module's head.
         delta: (W,) int64, bytes from this rank's part to each rank's.
+        peers_second: the peers' `second`, rank + 1 first (modulo W).
+        copies_delta: (W,) int64, bytes from the first row of this rank's copies of them (peer_copies.py) to
+            those of each rank.
         state: (STATE_WORDS,) int32 device words; progress: those of the communication blocks.
         report: (WORDS,) int32 in pinned host memory, where kernels report a fault.
     """
@@ -121,20 +125,20 @@ class Workspace:
         size = geometry.num_bytes
         if geometry.world == 1:
             self.memory = torch.zeros(size, dtype=torch.uint8, device=device)
-            deltas = [0]
+            ranks, deltas = [self.memory], [0]
         else:
-            self.memory, deltas = _symmetric(group, size, device)
-        start = 0
-        for name, (shape, dtype) in geometry.parts().items():
-            length = _part_bytes(shape, dtype)
-            view = self.memory[start : start + length].view(dtype)
-            wanted = 1
-            for n in shape:
-                wanted *= n
-            # A part of size 0 still needs an address for the kernels' arguments.
-            setattr(self, name, view[:wanted].view(shape) if wanted else self.memory.view(dtype)[:8])
-            start += length
+            self.memory, ranks, deltas = _symmetric(group, size, device)
+        for name, view in _views(self.memory, geometry).items():
+            setattr(self, name, view)
         self.delta = torch.tensor(deltas, dtype=torch.int64, device=device)
+        self.peers_second: tuple[Tensor, ...] = ()
+        if geometry.fp8:
+            peers = [ranks[(self.rank + i) % geometry.world] for i in range(1, geometry.world)]
+            self.peers_second = tuple(_views(memory, geometry)["second"] for memory in peers)
+        peer_bytes = 2 * geometry.max_tokens * geometry.hidden
+        self.copies_delta = torch.tensor(
+            copies_delta(geometry.world, self.rank, peer_bytes), dtype=torch.int64, device=device
+        )
         self.state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=device)
         self.progress = self.state[PROGRESS_AT:]
         self._close: Callable[[], None] | None = None
@@ -218,7 +222,27 @@ class Workspace:
         self.leave()
 
 
-def _symmetric(group: dist.ProcessGroup | None, size: int, device: torch.device) -> tuple[Tensor, list[int]]:
+def _views(memory: Tensor, geometry: Geometry) -> dict[str, Tensor]:
+    """The parts of one rank's `memory`."""
+    views, start = {}, 0
+    for name, (shape, dtype) in geometry.parts().items():
+        length = _part_bytes(shape, dtype)
+        view = memory[start : start + length].view(dtype)
+        wanted = 1
+        for n in shape:
+            wanted *= n
+        # A part of size 0 still needs an address for the kernels' arguments.
+        views[name] = view[:wanted].view(shape) if wanted else memory.view(dtype)[:8]
+        start += length
+    return views
+
+
+def _symmetric(
+    group: dist.ProcessGroup | None, size: int, device: torch.device
+) -> tuple[Tensor, list[Tensor], list[int]]:
+    """This rank's part, (size,) bytes; every rank's as this one reaches it, valid as long as the first; and
+    the bytes from this rank's to each.
+    """
     import torch.distributed._symmetric_memory as symmetric
 
     assert group is not None
@@ -233,10 +257,11 @@ def _symmetric(group: dist.ProcessGroup | None, size: int, device: torch.device)
             f"'fused' needs all its ranks in one NVLink domain. Use backend 'all_to_all' or 'deepep'."
         )
     memory.zero_()
+    ranks = [handle.get_buffer(r, (size,), torch.uint8) for r in range(len(pointers))]
     deltas = [p - pointers[rank] for p in pointers]
     if any(d % 16 for d in deltas):
         raise UnsupportedError(f"symmetric buffers are not 16-byte aligned to each other: {deltas}.")
-    return memory, deltas
+    return memory, ranks, deltas
 
 
 def _header(geometry: Geometry) -> CallHeader:

@@ -15,9 +15,10 @@ from cuda_on_cpu import kernels
 
 from titan_megamoe.backends.hopper import cuda_kernels, fp8_wgrad
 from titan_megamoe.backends.hopper.fp8_wgrad import quantize_columns
+from titan_megamoe.backends.hopper.peer_copies import copy_from_peers
 from titan_megamoe.backends.hopper.tiles import tiles_from_counts
 from titan_megamoe.errors import ConfigError
-from titan_megamoe.routing import PlanShape, plan_reference
+from titan_megamoe.routing import PlanShape, RoutingPlan, plan_reference
 from titan_megamoe.testing.fp8_chain import reference_columns
 
 NAN, INF = float("nan"), float("inf")
@@ -78,39 +79,54 @@ def test_a_bit_differs_from_the_definition(counts, matrices, columns):
     assert differences(quantize_columns(x, tiles), reference_columns(x, tiles), tiles) == 0
 
 
-@pytest.mark.parametrize(("world", "hidden", "band"), [(1, 272, 1), (2, 656, 2), (3, 400, 9)])
-def test_gathered_rows_are_those_of_others(world, hidden, band, monkeypatch):
-    monkeypatch.setattr(fp8_wgrad, "GATHERED_BAND", band)
+def gathering(world, rank, hidden):
+    """A plan of `rank`, its tokens, the two forms in which it may have its peers', and the pool's rows.
+
+    Rows of copies that hold no token are NaN, as is what was not received.
+    """
     generator = torch.Generator().manual_seed(4)
     tokens, top_k, experts = [500, 5, 490][:world], 3, 4
     ids = [torch.randint(-1, experts * world, (t, top_k), generator=generator) for t in tokens]
-    shape = PlanShape(world, 0, top_k, experts, 500, 2400)
+    shape = PlanShape(world, rank, top_k, experts, 500, 2400)
     plan = plan_reference(ids, [torch.rand(t, top_k) for t in tokens], shape)
     memory = torch.full((world, 500, hidden), NAN).bfloat16()
-    for rank, t in enumerate(tokens):
-        memory[rank, :t] = torch.randn(t, hidden, generator=generator)
-    received = None
+    for source, t in enumerate(tokens):
+        memory[source, :t] = torch.randn(t, hidden, generator=generator)
+    forms = [{}]
     if world > 1:
         received = torch.full((shape.recv_rows, hidden), NAN).bfloat16()
         count = int(plan.recv_count)
         received[:count] = memory.view(-1, hidden)[plan.recv_token[:count].long()]
-    x = memory[0, : tokens[0]].contiguous()
+        copied = torch.full_like(received, 7.0)
+        peers = tuple(memory[(rank + i) % world] for i in range(1, world))
+        copy_from_peers(peers, rank, copied)
+        forms = [{"received": received}, {"copied": copied}]
     rows = torch.full((shape.pool_rows, hidden), INF).bfloat16()
     live = plan.row_slot >= 0
     rows[live] = memory.view(-1, hidden)[plan.row_slot[live].long() // top_k]
-    wanted = reference_columns(rows, plan.tiles)
+    return plan, memory[rank, : tokens[rank]].contiguous(), forms, rows
+
+
+@pytest.mark.parametrize(
+    ("world", "rank", "hidden", "band"),
+    [(1, 0, 272, 1), (2, 0, 656, 2), (2, 1, 16, 1), (3, 0, 400, 9), (3, 1, 144, 2)],
+)
+def test_gathered_rows_are_those_of_others(world, rank, hidden, band, monkeypatch):
+    monkeypatch.setattr(fp8_wgrad, "GATHERED_BAND", band)
+    plan, x, forms, rows = gathering(world, rank, hidden)
+    wanted, live, used = reference_columns(rows, plan.tiles), plan.row_slot >= 0, int(plan.offs[-1])
     assert plan.num_tiles > fp8_wgrad.CHUNK
-    got = quantize_columns(x, plan.tiles, plan=plan, received=received)
-    assert differences(got, wanted, plan.tiles) == 0
-    state = torch.tensor([1, 0], dtype=torch.int32)
-    got = quantize_columns(x, plan.tiles, plan=plan, received=received, state=state)
-    assert differences(got, wanted, plan.tiles) == 0
-    state[1] = 1  # the call has been given up
-    got = quantize_columns(x, plan.tiles, plan=plan, received=received, state=state)
-    used = int(plan.offs[-1])
-    assert got.data[0, :, :used].float().isnan().equal(live[:used].expand(hidden, used))
-    assert not got.data[0, :, :used].float()[:, ~live[:used]].any()
-    assert got.scale[0, : used // 128, :hidden].isnan().all()
+    for peers in forms:
+        got = quantize_columns(x, plan.tiles, plan=plan, **peers)
+        assert differences(got, wanted, plan.tiles) == 0
+        state = torch.tensor([1, 0], dtype=torch.int32)
+        got = quantize_columns(x, plan.tiles, plan=plan, **peers, state=state)
+        assert differences(got, wanted, plan.tiles) == 0
+        state[1] = 1  # the call has been given up
+        got = quantize_columns(x, plan.tiles, plan=plan, **peers, state=state)
+        assert got.data[0, :, :used].float().isnan().equal(live[:used].expand(hidden, used))
+        assert not got.data[0, :, :used].float()[:, ~live[:used]].any()
+        assert got.scale[0, : used // 128, :hidden].isnan().all()
 
 
 def test_bytes_past_the_tiles_in_use_or_of_other_columns_are_written(monkeypatch):
@@ -156,6 +172,29 @@ def test_simulator_misses_a_broken_kernel(tmp_path, monkeypatch, before, after):
     assert found
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("row - own_first", "row"),
+        ("(place < 0 ? row : row - max_tokens)", "row"),
+        ("(place < 0 ? row : row - max_tokens)", "max(0, row - max_tokens)"),
+        ("u32(entry) / u32(top_k)", "u32(entry)"),
+    ],
+    ids=["own", "later ranks", "earlier ranks", "slots"],
+)  # fmt: skip
+def test_simulator_misses_a_broken_place_of_copies(tmp_path, monkeypatch, before, after):
+    plan, x, (_, copies), rows = gathering(3, 1, 16)
+    # What a wrong place may be: rows before and after the copies, and this rank's.
+    room = torch.full((4 * 500 * 3 + 3 * len(copies["copied"]), 16), 3.0).bfloat16()
+    inside = slice(3000, 3000 + len(copies["copied"]))
+    room[inside] = copies["copied"]
+    long_x = torch.full((1500, 16), 5.0).bfloat16()
+    long_x[: len(x)] = x
+    kernels.run_on_cpu(monkeypatch, tmp_path, (before, after))
+    got = quantize_columns(long_x, plan.tiles, plan=plan, copied=room[inside])
+    assert differences(got, reference_columns(rows, plan.tiles), plan.tiles)
+
+
 def test_host_and_kernel_disagree_on_the_tiles_of_a_block():
     assert f"CHUNK = {fp8_wgrad.CHUNK};" in cuda_kernels.cuda_source("fp8_columns")
 
@@ -167,5 +206,9 @@ def test_odd_dimension_is_misread_instead_of_refused():
         quantize_columns(x, tiles)
     with pytest.raises(ConfigError, match="x is torch.float32"):
         quantize_columns(torch.zeros(tiles.pool_rows, 32), tiles)
+    plan = RoutingPlan.empty(PlanShape(2, 0, 2, 1, 8, 8), torch.device("cpu"))
+    own, peers = torch.zeros(8, 32, dtype=torch.bfloat16), torch.zeros(7, 32, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="copied is"):
+        quantize_columns(own, plan.tiles, plan=plan, copied=peers)
     with pytest.raises(ConfigError, match="16-byte aligned"):
         quantize_columns(x.view(-1)[4 : 4 + tiles.pool_rows * 32].view(-1, 32), tiles)

@@ -256,8 +256,9 @@ def test_wrong_operands_are_misread_instead_of_refused():
         gemm_plain_fp8(Fp8Rows.empty(1, rows, 40, x.data.device), w2.data[..., :40], w2.scale, experts.tiles)
 
 
-def test_layer_of_one_rank_is_wrong_or_computes_what_is_frozen():
-    script = Path(__file__).with_name("fp8_one_rank.py")
+@pytest.mark.parametrize("name", ["fp8_one_rank", "fp8_weights_between_ranks"])
+def test_layer_is_wrong_or_computes_what_is_frozen(name):
+    script = Path(__file__).with_name(f"{name}.py")
     env = os.environ | {
         "TRITON_INTERPRET": "1",
         "PYTHONPATH": str(script.parents[2]),

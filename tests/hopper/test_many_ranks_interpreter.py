@@ -22,6 +22,7 @@ mend_interpreter()
 from titan_megamoe.backends.hopper import combine as c, plan_kernels, status, symmetric
 from titan_megamoe.backends.hopper.expand import expand
 from titan_megamoe.backends.hopper.layout import PROGRESS_AT, STATE_WORDS
+from titan_megamoe.backends.hopper.peer_copies import copies_delta, copy_from_peers
 from titan_megamoe.routing import PlanShape, RoutingPlan, plan_reference
 from titan_megamoe import workspace
 from titan_megamoe.workspace import Geometry, _part_bytes
@@ -111,7 +112,7 @@ for r in ranks:
     assert torch.equal(r.plan.recv_token[:used], want.recv_token[:used])
 for r in ranks:
     pool = torch.full((r.shape.pool_rows, H), float("nan")).bfloat16()
-    recv = torch.zeros(r.shape.recv_rows, H).bfloat16()
+    recv, copied = (torch.full((r.shape.recv_rows, H), float("nan")).bfloat16() for _ in range(2))
     expand(r.plan, r.call_x, r.x, r.delta, from_peers=True, out=pool, keep=recv)
     for source in ranks:
         mine = r.plan.slot_row[source.rank * T * K :][: source.tokens * K].view(-1, K).long()
@@ -120,6 +121,12 @@ for r in ranks:
             assert torch.equal(pool[mine[here, k]], source.call_x[here])
     for j, flat in enumerate(r.plan.recv_token[: int(r.plan.recv_count)].tolist()):
         assert torch.equal(recv[j], ranks[flat // T].call_x[flat % T])
+    # Of copies of whole buffers the same.
+    copy_from_peers(tuple(ranks[(r.rank + i) % W].x for i in range(1, W)), r.rank, copied)
+    delta = torch.tensor(copies_delta(W, r.rank, 2 * T * H))
+    again = torch.full(pool.shape, float("nan")).bfloat16()
+    expand(r.plan, r.call_x, copied, delta, from_peers=True, out=again)
+    assert torch.equal(again.view(torch.int16), pool.view(torch.int16))
 
 # The first time all send, and give up on those who have not yet; the second time all has come.
 for r in ranks:

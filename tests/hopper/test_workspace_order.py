@@ -99,6 +99,30 @@ def test_a_refusal_overtakes_a_call_on_another_stream_or_leaves_one_open(
     assert device.take() == ["second waits", "close", "refuse", "second marked"]
 
 
+def test_a_peers_second_buffer_is_looked_for_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *a, pin_memory=False, **k: zeros(*a, **k))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(workspace, "agree", lambda *_: None)
+    geometry = workspace.Geometry(3, 40, 2, 72, fp8=True)
+    ranks = list(zeros(3, geometry.num_bytes, dtype=torch.uint8))
+    at = [memory.data_ptr() for memory in ranks]
+    made = []
+    for rank, memory in enumerate(ranks):
+        deltas = [a - at[rank] for a in at]
+        monkeypatch.setattr(workspace, "group_rank", lambda _, rank=rank: rank)
+        monkeypatch.setattr(workspace, "_symmetric", lambda *_, m=memory, d=deltas: (m, ranks, d))
+        made.append(Workspace(None, geometry, torch.device("cpu")))
+    for rank, ours in enumerate(made):
+        assert len(ours.peers_second) == 2
+        for i, peer in enumerate(ours.peers_second, 1):
+            theirs = (rank + i) % 3
+            assert peer.data_ptr() == made[theirs].second.data_ptr() and peer.shape == (40, 72)
+            assert peer.data_ptr() - ours.second.data_ptr() == int(ours.delta[theirs])
+    geometry = workspace.Geometry(3, 40, 2, 72)
+    assert Workspace(None, geometry, torch.device("cpu")).peers_second == ()
+
+
 def _memory_runs_out(*_: object, **__: object) -> None:
     raise torch.OutOfMemoryError
 

@@ -59,6 +59,11 @@ def _agree(group: Any, header: Any, device: Any) -> SimpleNamespace:
     return SimpleNamespace(num_tokens=[header.num_tokens])
 
 
+def _symmetric(group: Any, size: int, device: Any) -> tuple[torch.Tensor, list[torch.Tensor], list[int]]:
+    memory = torch.zeros(size, dtype=torch.uint8)
+    return memory, [memory, memory], [0, 0]
+
+
 def _build_libcuda() -> ctypes.CDLL:
     folder = Path(tempfile.mkdtemp(prefix="titan_megamoe-libcuda-"))
     source, library = Path(__file__).with_name("libcuda.c"), folder / "libcuda.so.1"
@@ -98,7 +103,7 @@ def pretend(patch: Any) -> ctypes.CDLL:
 
     driver.set_active(CudaDriver())
     from .. import workspace
-    from ..backends.hopper import fp8_backend, gemm_common
+    from ..backends.hopper import fp8_backend, gemm_common, peer_copies
     from ..backends.hopper.jit import driver as jit_driver
 
     patch.setattr(gemm_common, "_sm_count", lambda device: SMS)
@@ -107,9 +112,8 @@ def pretend(patch: Any) -> ctypes.CDLL:
     patch.setattr(
         workspace, "agree", lambda group, header, device: SimpleNamespace(num_tokens=[header.num_tokens])
     )
-    patch.setattr(
-        workspace, "_symmetric", lambda group, size, device: (zeros(size, dtype=torch.uint8), [0, 0])
-    )
+    patch.setattr(workspace, "_symmetric", _symmetric)
+    patch.setattr(peer_copies, "_copy", lambda to, source: None)
     return library
 
 

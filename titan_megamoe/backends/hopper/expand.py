@@ -83,10 +83,11 @@ def expand(
     pass_index: int = 0,
     passes: int = 1,
 ) -> Tensor:
-    """Pool (P, H) bf16 from `local` (T, H) and `remote`: the receive buffer, or, with `from_peers`, this
-    rank's symmetric buffer, whose likes on the peers lie `delta` (W,) bytes away. `keep` is the receive
-    buffer, to which the peers' rows are copied too. With `state`, this rank's, all rows are NaN where the
-    call was given up. A pass of several (`pass_index` of `passes`) takes the tokens of its window only."""
+    """Pool (P, H) bf16 from `local` (T, H) and `remote`: the receive buffer, or, with `from_peers`, where the
+    tokens of each rank lie `delta` (W,) bytes away: this rank's symmetric buffer, or copies of the peers'
+    (peer_copies.py). `keep` is the receive buffer, to which the peers' rows are copied too. With `state`,
+    this rank's, all rows are NaN where the call was given up. A pass of several (`pass_index` of `passes`)
+    takes the tokens of its window only."""
     shape = plan.shape
     num_tokens, hidden = local.shape
     pool = local.new_empty(shape.pool_rows, hidden) if out is None else out

@@ -6,20 +6,18 @@ forward of bf16 and keeps the tokens that it received.
 
 Backward: dy crosses in bf16 where w2 needs a gradient and is quantized on arrival, else as e4m3; x crosses
 in bf16 once more where w1 or w3 do (not in `fp8_bwd`). With bf16 weight gradients both are expanded into
-the pool; with fp8 ones they stay in the order of the receive buffer, from which their quantization gathers
-them.
+the pool; with fp8 ones their quantization gathers them, dy from the receive buffer.
 
-The fp8 GEMMs take all registers of an SM, so what runs beside a GEMM runs beside bf16 weight gradients: x
-arrives under dW2, the combine runs under dW1 and dW3. With fp8 weight gradients both run beside the
-quantization of dy and x, one after the other; dg, du and h' are quantized in the epilogue of dgrad2. Every
-peer's buffer is read before this rank sends its partial sums, which is when the peer may write there
-again.
+The fp8 GEMMs take all registers of an SM, so no kernel runs beside them: x is brought by the copy engines
+(peer_copies.py), under dgrad2 and dgrad1. Bf16 weight gradients leave room: x is expanded under dW2, the
+combine runs under dW1 and dW3. With fp8 ones the combine runs beside the quantization of dy and x; dg, du
+and h' are quantized in the epilogue of dgrad2. Every peer's buffer is read before this rank sends its
+partial sums, which is when the peer may write there again: the combine waits for the copies.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import torch
@@ -40,6 +38,7 @@ from .fp8_gemm import Fp8Rows, gemm_down_backward_fp8, gemm_plain_fp8, gemm_up_f
 from .fp8_quantize import check_fp8_dims, quantize_rows
 from .fp8_weights import WeightCache
 from .fp8_wgrad import Fp8Columns, quantize_columns, wgrad_fp8
+from .peer_copies import PeerCopies, copy_from_peers
 from .plan_kernels import build_plans
 from .side import beside, now
 from .symmetric import publish
@@ -126,7 +125,9 @@ class Fp8FusedBackend(FusedBackend):
         reserved, shared = config.reserved_sms, shape.world > 1
         x_from_peers = shared and need_w13 and config.precision == "fp8"
         with _unbroken(workspace, dy.device):
+            copies = None
             if x_from_peers:
+                x_rows = dy.new_empty(shape.recv_rows, call.hidden)
                 publish(call.x, workspace.second, copy_x=True)
             if needs.w2:  # dW2 takes dy as it is, so that is what crosses
                 publish(dy, workspace.x, copy_x=shared)
@@ -155,6 +156,10 @@ class Fp8FusedBackend(FusedBackend):
                 dy_RH = expand(
                     plan, dy, workspace.x, workspace.delta, from_peers=shared, state=workspace.state
                 )
+            if x_from_peers:  # now, when dy has left NVLink to it
+                with beside(now(), dy.device, head_start_ns=0) as copied:
+                    copy_from_peers(workspace.peers_second, shape.rank, x_rows)
+                copies = PeerCopies(x_rows, copied)
             if dy8 is not None:
                 w13, w2 = self.weights.get(call.w1, call.w3, call.w2)
                 back = gemm_down_backward_fp8(
@@ -172,18 +177,20 @@ class Fp8FusedBackend(FusedBackend):
             else:
                 h = _activation(gate_up, plan)
                 h8 = quantize_columns(h, plan.tiles) if fp8_weights else None
-            close = functools.partial(
-                combine, plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=dx,
-                dweight_parts=parts, dweight=dweights,
-            )  # fmt: skip
+
+            def close() -> None:
+                if copies is not None:
+                    copies.done.wait()
+                combine(
+                    plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=dx,
+                    dweight_parts=parts, dweight=dweights,
+                )  # fmt: skip
+
+            x = recv if copies is None else copies
             if fp8_weights:
-                grads = _weights_in_fp8(
-                    call, plan, workspace, close, dy, dy_received, None if x_from_peers else recv, h8, dgu8
-                )
+                grads = _weights_in_fp8(call, plan, workspace, close, dy, dy_received, x, h8, dgu8)
             else:
-                grads = _weights_in_bf16(
-                    call, plan, workspace, close, dy_RH, None if x_from_peers else recv, h, dgu16
-                )
+                grads = _weights_in_bf16(call, plan, workspace, close, dy_RH, x, h, dgu16)
         workspace.leave()
         dw1, dw3, dw2 = grads
         return Gradients(dx, dweights, dw1, dw3, dw2)
@@ -225,7 +232,7 @@ def _weights_in_bf16(
     workspace: Workspace,
     close: Callable[[], None],
     dy_RH: Tensor | None,
-    recv: Tensor | None,
+    peers_x: Tensor | PeerCopies,
     h: Tensor | None,
     dgu16: Tensor | None,
 ) -> _WeightGradients:
@@ -233,26 +240,31 @@ def _weights_in_bf16(
 
     Args:
         dy_RH: (P, H) bf16; None where w2 needs no gradient.
-        recv: the peers' x as the forward received them; None: they are still in the peers' buffers.
+        peers_x: the peers' x as the forward received them, or copies on their way.
         h, dgu16: (P, I) and (2, P, I) bf16; None where no gradient needs them.
     """
     needs, config, device = call.needs, call.config, call.x.device
     dw1 = dw3 = dw2 = arrived = None
     # Allocated before the event: memory taken later may still be written by work queued after it.
     x_RH = None if dgu16 is None else call.x.new_empty(plan.shape.pool_rows, call.hidden)
-    fetch_x = functools.partial(
-        expand, plan, call.x, workspace.second if recv is None else recv, workspace.delta,
-        from_peers=recv is None, out=x_RH, state=workspace.state,
-    )  # fmt: skip
+
+    def expand_x() -> None:
+        rows, delta = peers_x, workspace.delta
+        if isinstance(rows, PeerCopies):
+            rows.done.wait()
+            rows, delta = rows.rows, workspace.copies_delta
+        copied = rows is not peers_x
+        expand(plan, call.x, rows, delta, from_peers=copied, out=x_RH, state=workspace.state)
+
     if needs.w2:
         assert dy_RH is not None and h is not None
         started = now()
         dw2 = wgrad_down(dy_RH, h, plan.tiles, dtype=call.w2.dtype, reserved_sms=config.reserved_sms)
         if x_RH is not None:
             with beside(started, device) as arrived:
-                fetch_x()
+                expand_x()
     elif x_RH is not None:
-        fetch_x()
+        expand_x()
     if dgu16 is None or x_RH is None:
         close()
         return None, None, dw2
@@ -276,36 +288,36 @@ def _weights_in_fp8(
     close: Callable[[], None],
     dy: Tensor,
     dy_received: Tensor | None,
-    recv: Tensor | None,
+    peers_x: Tensor | PeerCopies,
     h8: Fp8Columns | None,
     dgu8: Fp8Columns | None,
 ) -> _WeightGradients:
     """Weight gradients with fp8 operands, and `close`, after which peers may write to this rank's buffers.
 
-    x from the peers and then `close`, on NVLink, run beside the quantization of dy and x.
+    `close`, on NVLink, runs beside the quantization of dy and x.
 
     Args:
         dy, dy_received: (T, H) bf16 of this rank, and of the peers in the order of the receive buffer.
-        recv: as in `_weights_in_bf16`.
+        peers_x: as in `_weights_in_bf16`.
         h8, dgu8: (1, I, P) and (2, I, P) columns; None where no gradient needs them.
     """
     needs, tiles, device, shape = call.needs, plan.tiles, call.x.device, plan.shape
     reserved = call.config.reserved_sms
-    fetched = dy.new_empty(shape.recv_rows, call.hidden) if recv is None and dgu8 is not None else None
-    started, arrived = now(), None
-    if fetched is not None:
-        with beside(started, device, head_start_ns=0) as arrived:
-            receive(plan, workspace.second, workspace.delta, out=fetched)
-    with beside(started, device, head_start_ns=0) as closed:
+    with beside(now(), device, head_start_ns=0) as closed:
         close()
     dw1 = dw3 = dw2 = dy8 = x8 = None
     if h8 is not None:
         dy8 = quantize_columns(dy, tiles, plan=plan, received=dy_received, state=workspace.state)
-    if arrived is not None:
-        arrived.wait()
     if dgu8 is not None:
-        x_received = None if shape.world == 1 else recv if fetched is None else fetched
-        x8 = quantize_columns(call.x, tiles, plan=plan, received=x_received, state=workspace.state)
+        x_received = x_copied = None
+        if isinstance(peers_x, PeerCopies):
+            peers_x.done.wait()
+            x_copied = peers_x.rows
+        elif shape.world > 1:
+            x_received = peers_x
+        x8 = quantize_columns(
+            call.x, tiles, plan=plan, received=x_received, copied=x_copied, state=workspace.state
+        )
     if dy8 is not None and h8 is not None:
         (dw2,) = wgrad_fp8(dy8, h8, tiles, dtype=call.w2.dtype, reserved_sms=reserved)
     if x8 is not None and dgu8 is not None:

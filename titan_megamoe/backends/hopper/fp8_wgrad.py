@@ -60,6 +60,7 @@ def quantize_columns(
     *,
     plan: RoutingPlan | None = None,
     received: Tensor | None = None,
+    copied: Tensor | None = None,
     state: Tensor | None = None,
 ) -> Fp8Columns:
     """The rows of the tiles in use, quantized in blocks of 128 rows × 1 column, columns first.
@@ -67,8 +68,9 @@ def quantize_columns(
     Args:
         x: (P, N) or (S, P, N) bf16, rows in pool order; or, with `plan`, (T, N) tokens of this rank.
         tiles: the pool's tables; read on the device.
-        plan: gathers the pool's rows from x and `received`.
-        received: (W - 1) · T_max rows of N bf16 in the order of the receive buffer; None with one rank.
+        plan: gathers the pool's rows from x and the peers' tokens: one of the next two, none with one rank.
+        received: (W - 1) · T_max rows of N bf16 in the order of the receive buffer.
+        copied: as many, copies of the peers' buffers (peer_copies.py).
         state: this rank's device state: everything is NaN where the call has been given up.
 
     Raises:
@@ -77,24 +79,30 @@ def quantize_columns(
     """
     columns = x.shape[-1]
     check_fp8_dims(columns, columns)
+    table, order = None, (0, 0, 0)
     if plan is None:
         x = x.view(-1, *x.shape[-2:])
         matrices, rows, _ = x.shape
         check_matrix("x", x, (matrices, rows, columns), torch.bfloat16)
     else:
-        matrices, rows = 1, plan.shape.pool_rows
+        shape = plan.shape
+        matrices, rows, table = 1, shape.pool_rows, plan.row_source
         check_matrix("x", x, (x.shape[0], columns), torch.bfloat16)
         if received is not None:
             check_matrix("received", received, (received.shape[0], columns), torch.bfloat16)
+        elif copied is not None:
+            check_matrix("copied", copied, (shape.recv_rows, columns), torch.bfloat16)
+            table, order = plan.row_slot, (shape.top_k, shape.rank * shape.max_tokens, shape.max_tokens)
     check_pool(tiles, rows, tiles.num_local_experts)
     out = Fp8Columns.empty(matrices, columns, rows, x.device)
     column_blocks = cdiv(columns, BLOCK)
     launch_blocks(
-        "fp8_columns", ("ptr",) * 10 + ("i32",) * 5,
+        "fp8_columns", ("ptr",) * 10 + ("i32",) * 8,
         (
-            x, received, None if plan is None else plan.row_source, state, out.data, out.scale,
+            x, copied if received is None else received, table, state, out.data, out.scale,
             tiles.tile_expert, tiles.num_tiles, tiles.offs, tiles.counts,
             columns, rows, out.scale.shape[2], matrices, column_blocks if plan is None else GATHERED_BAND,
+            *order,
         ),
         x.device, column_blocks * cdiv(rows // BLOCK, CHUNK) * matrices,
     )  # fmt: skip

@@ -3,7 +3,8 @@
 //
 //     data[s, n, r] = e4m3(x[s, r, n] · f),  scale[s, t, n] = 1 / f,  f = 448 / max |x[s, rows of tile t, n]|
 //
-// over the rows of an expert; what pads its last tile becomes 0. Rows lie in pool order or are gathered by row_source.
+// over the rows of an expert; what pads its last tile becomes 0. Rows lie in pool order or are gathered: from this rank's
+// tokens and those of the peers, which lie as they were received or as copies of whole buffers.
 //
 // Grid: a block for CHUNK tiles that follow each other × 128 columns of one matrix, of `band` column blocks the chunks
 // one after the other: blocks of one moment read the same tokens from L2 and write neighbouring bytes. Blocks past the
@@ -37,12 +38,23 @@ constexpr u32 SHARED_BYTES = LIVE_AT + 4 * CHUNK;
 static_assert(SHARED_BYTES == HOST_SHARED_BYTES && THREADS == HOST_THREADS, "cuda_kernels.py launches so");
 
 struct Source {
-    const u16* x;           // (matrices, P, N), or (T, N) with row_source
-    const u16* received;    // (…, N)
-    const int* row_source;  // (P) t ≥ 0: row t of x; -2 - j: row j of received; null: rows in pool order
-    int columns, rows;      // N, P
+    const u16* x;         // (matrices, P, N), or (T, N) with a table
+    const u16* received;  // (…, N)
+    // (P), or null: rows in pool order. With top_k 0 it is the plan's row_source: t ≥ 0, row t of x, or -2 - j, row j of
+    // received. Else its row_slot: (source · T_max + t) · top_k + k, and received has row source · T_max + t of all but
+    // own_first ≤ row < own_first + T_max, which are rows of x.
+    const int* table;
+    int columns, rows;  // N, P
+    int top_k, own_first, max_tokens;
 
-    // Where pool row `row` lies, of which the table says `source`.
+    // Row of x, or -2 - row of received, of which the table says `entry`.
+    DEVICE int find(int entry) const {
+        if (top_k == 0) return entry;
+        const int row = int(u32(entry) / u32(top_k)), place = row - own_first;
+        if (u32(place) < u32(max_tokens)) return place;
+        return -2 - (place < 0 ? row : row - max_tokens);
+    }
+
     DEVICE u64 address(int source) const {
         const u16* base = source >= 0 ? x : received;
         return u64(base) + u64(u32(source >= 0 ? source : -2 - source)) * u32(2 * columns);
@@ -59,9 +71,9 @@ DEVICE void find_rows(u32 base, const Source& source, const int* tile_expert, co
         if (own >= count) break;
         const int start = (first + own) * ROWS, expert = __ldg(tile_expert + first + own);
         int mine = matrix * source.rows + start + place, of_first = mine - place;
-        if (source.row_source) {
-            mine = __ldg(source.row_source + start + place);
-            of_first = __ldg(source.row_source + start);
+        if (source.table) {
+            mine = source.find(__ldg(source.table + start + place));
+            of_first = source.find(__ldg(source.table + start));
         }
         const int live = __ldg(offs + expert) + __ldg(counts + expert) - start;
         const u64 address = source.address(place < live ? mine : of_first);
@@ -101,9 +113,9 @@ DEVICE void clear_from(Words& w, int first) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4) fp8_columns(
-    const u16* x, const u16* received, const int* row_source, const int* state, unsigned char* data, float* scale,
+    const u16* x, const u16* received, const int* table, const int* state, unsigned char* data, float* scale,
     const int* tile_expert, const int* num_tiles, const int* offs, const int* counts, int columns, int rows, int scales,
-    int matrices, int band) {
+    int matrices, int band, int top_k, int own_first, int max_tokens) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 tiles = __ldg(num_tiles), chunks = (tiles + CHUNK - 1) / CHUNK;
     const u32 column_tiles = (columns + COLUMNS - 1) / COLUMNS, of_matrix = column_tiles * chunks;
@@ -116,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) fp8_columns(
     const int first = chunk * CHUNK, count = min(CHUNK, int(tiles) - first);
 
     const u32 base = shared_address(shared), thread = threadIdx.x;
-    const Source source{x, received, row_source, columns, rows};
+    const Source source{x, received, table, columns, rows, top_k, own_first, max_tokens};
     find_rows(base, source, tile_expert, offs, counts, matrix, first, count);
     const bool given_up = state && state[1] != 0;
     __syncthreads();

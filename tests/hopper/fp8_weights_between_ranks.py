@@ -1,0 +1,117 @@
+"""Weight gradients of the fp8 backend between ranks; run as a script with TRITON_INTERPRET=1 on a CPU.
+
+The ranks share one memory and run one after the other, as in fp8_one_rank.py; what a peer would have
+published by then is there before. Sums are not exchanged. Compared with the oracle of the recipe, in the
+order in which each rank has its rows.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cuda_on_cpu.kernels import run_on_cpu
+from fp8_cases import round_conversions
+from fp8_one_rank import ALL, LIMIT, beside, inputs
+from gemm_cases import mend_interpreter
+
+from titan_megamoe.backends.base import MoECall, Needs
+from titan_megamoe.backends.hopper import fp8_backend
+from titan_megamoe.backends.hopper.fp8_quantize import quantize_rows
+from titan_megamoe.backends.hopper.peer_copies import copies_delta
+from titan_megamoe.config import MegaMoEConfig
+from titan_megamoe.precision import get_recipe
+from titan_megamoe.routing import PlanShape, plan_reference
+from titan_megamoe.testing.fp8_chain import relative
+from titan_megamoe.testing.oracle import moe_oracle
+from titan_megamoe.workspace import Geometry, _views
+
+TOKENS, T_MAX, TOP_K, EXPERTS, HIDDEN, INTERMEDIATE = (21, 0, 13), 24, 2, 2, 144, 208
+
+
+def workspaces(world):
+    """Of every rank; what is never written holds NaN."""
+    geometry = Geometry(world, T_MAX, TOP_K, HIDDEN, fp8=True)
+    memory = torch.full((world, geometry.num_bytes), 255, dtype=torch.uint8)
+    views = [_views(part, geometry) for part in memory]
+    for rank in range(world):
+        words = torch.zeros(64, dtype=torch.int32)
+        yield SimpleNamespace(
+            geometry=geometry, state=words, report=words, leave=lambda: None, suspend=lambda _: None,
+            memory=memory,
+            delta=torch.tensor([(r - rank) * geometry.num_bytes for r in range(world)]),
+            peers_second=tuple(views[(rank + i) % world]["second"] for i in range(1, world)),
+            copies_delta=torch.tensor(copies_delta(world, rank, 2 * T_MAX * HIDDEN)),
+            **views[rank],
+        )  # fmt: skip
+
+
+def check(world, wgrad, needs=ALL):
+    experts = world * EXPERTS
+    tokens = TOKENS[:world]
+    _, _, _, *weights, _ = inputs(1, TOP_K, experts, HIDDEN, INTERMEDIATE)
+    given = []
+    for rank, workspace in enumerate(ranks := list(workspaces(world))):
+        x, ids, factors, *_, dy = inputs(tokens[rank] + 1, TOP_K, experts, HIDDEN, INTERMEDIATE)
+        given.append([t[: tokens[rank]] for t in (x, ids, factors, dy)])
+        x, _, _, dy = given[rank]
+        workspace.x[: len(dy)], workspace.second[: len(x)] = dy, x
+    config = MegaMoEConfig(backend="fused", precision="fp8", wgrad_precision=wgrad)
+    for rank, workspace in enumerate(ranks):
+        shape = PlanShape(world, rank, TOP_K, EXPERTS, T_MAX, sum(tokens) * TOP_K)
+        order = [(rank + i) % world for i in range(world)]
+        own = slice(rank * EXPERTS, (rank + 1) * EXPERTS)
+        x, ids, factors, dy = given[rank]
+        call = MoECall(x, ids, factors, *(w[own].contiguous() for w in weights), None, config, needs)
+
+        def plan(plans, *_, shape=shape):
+            made = plan_reference([i for _, i, _, _ in given], [f for _, _, f, _ in given], shape)
+            plans[0].flat.copy_(made.flat)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fp8_backend, "_prepare", lambda _, w=workspace, s=shape: (w, s))
+            patch.setattr(fp8_backend, "build_plans", plan)
+            backend = fp8_backend.Fp8FusedBackend()
+            patch.setattr(backend, "first_half", "expanded")
+            share(ranks, given, 0)
+            saved = backend.begin(call).saved
+            share(ranks, given, 3)
+            grads = backend.backward(call, saved, dy)
+        x, ids, factors, dy = (torch.cat([given[r][i] for r in order]) for i in range(4))
+        oracle = moe_oracle(x, ids, factors, *weights, dy, recipe=get_recipe("fp8", wgrad))
+        errors = {
+            name: relative(getattr(grads, name), getattr(oracle, name.replace("w", "dw"))[own])
+            for name in ("w1", "w3", "w2")
+            if getattr(needs, name)
+        }
+        print(world, rank, wgrad, errors, file=sys.stderr)
+        assert errors and all(e <= LIMIT for e in errors.values()), errors
+
+
+def share(ranks, given, which):
+    """x, or dy, of every rank as e4m3."""
+    for workspace, tensors in zip(ranks, given, strict=True):
+        quantize_rows(tensors[which], data=workspace.rows8, scale=workspace.scales)
+
+
+def main():
+    mend_interpreter()
+    round_conversions()
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        run_on_cpu(patch, Path(folder))
+        for name, value in (
+            ("_open", lambda *a, **k: None), ("publish", lambda *a, **k: None), ("beside", beside),
+            ("now", lambda: None), ("combine", lambda *a, **k: None),
+        ):  # fmt: skip
+            patch.setattr(fp8_backend, name, value)
+        for wgrad in ("bf16", "fp8"):
+            check(2, wgrad)
+            check(3, wgrad)
+            check(3, wgrad, Needs(False, False, True, False, False))
+    print("ok")
+
+
+if __name__ == "__main__":
+    main()
