@@ -24,7 +24,7 @@ _OURS = (
     (r"_open_call_kernel|_meet_kernel|_refuse_kernel", "meet", WAIT),
     (r"_publish_kernel", "publish", MEMORY),
     (r"_(histogram|prefix|layout|fill)_kernel", "plan", MEMORY),
-    (r"_quantize_(rows|columns|weights)_kernel", "quantize", MEMORY),
+    (r"_quantize_(rows|weights)_kernel|fp8_columns", "quantize", MEMORY),
     (r"down_backward(_specialized)?_kernel|(fp8|bf16)_down_backward", "dgrad2", GEMM),
     (r"up_backward(_specialized)?_kernel", "dgrad1", GEMM),
     (r"down(_specialized)?_kernel", "GEMM2", GEMM),
