@@ -30,7 +30,7 @@ struct Backward {
     float* dw;                   // (column tiles, P), or 0
     int columns, pool_rows;      // I, P
     u32 pieces;
-    int item = ITEMS;  // the next one; ITEMS: nothing is parked, or all is done
+    int item = ITEMS;  // the next one; -1: no g and u is on its way; ITEMS: nothing is parked, or all is done
     int row = 0, column = 0;
     float weight = 0.f;  // of row lane mod 16
     float sum = 0.f;     // of dw, of the row so far
@@ -48,12 +48,17 @@ struct Backward {
 
     DEVICE void park(const Sums& sums, const Tile& tile, int first_row, float weight_of_lane) {
         ::park(sums, pieces);
-        row = first_row, column = tile.column, weight = weight_of_lane, item = 0;
-        load();
+        row = first_row, column = tile.column, weight = weight_of_lane, item = -1;
     }
 
     DEVICE void next() {
         if (item == ITEMS) return;
+        if (item < 0) {
+            __syncwarp();  // all lanes have parked
+            ++item;
+            load();
+            return;
+        }
         const u32 lane = threadIdx.x % 32, line = this->line();
         const float w = __shfl_sync(~0u, weight, line);
         const int first = this->first();
@@ -142,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bf16_down_backward(
     } else {
         registers_up<BACKWARD_REGISTERS>();
         const u32 lane = threadIdx.x % 32;
-        const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+        const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / 4;
         Backward backward{gate, up, dgate, dup, h, dw, columns, pool_rows, s.staging(warp)};
         Position at;
         for (Tiles tiles = p.tiles();; tiles.advance()) {
@@ -150,11 +155,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bf16_down_backward(
             Tile tile{0, 0, 0};
             float weight_of_lane = 0.f;
             Sums sums;
-            if (more) {
-                tile = tiles.tile();
-                weight_of_lane = __ldg(weight + tile.row + warp * WARP_ROWS + lane % 16);
-                accumulate(p, s, at, sums, [&] { backward.next(); });
-            }
+            if (more)
+                accumulate(p, s, group, at, sums, [&](int step) {
+                    if (step == 0) {
+                        tile = tiles.tile();
+                        weight_of_lane = __ldg(weight + tile.row + warp * WARP_ROWS + lane % 16);
+                    }
+                    backward.next();
+                });
             while (backward.item < ITEMS) backward.next();
             if (!more) break;
             backward.park(sums, tile, tile.row + warp * WARP_ROWS, weight_of_lane);

@@ -11,11 +11,12 @@
 // have work; a stage is released one stage late, and the ring has more than two.
 //
 // A tile's sums leave the registers as bf16, into the four pieces of the warp's staging area (`park`), and the next
-// tile's products begin. What has to be computed from them is done under those products, one item (16 bytes of four
-// rows a warp) in every stage. All of this stays inside a warp: whoever wrote a piece and whoever reads it are lanes
-// of one warp, and the copy engine has read the pieces before they are written again. So nothing waits for anything
-// but the ring, whose argument is in ring.cuh; an item comes between a stage's products and the wait for those of the
-// stage before, and waits for nothing.
+// tile's products begin at once. All else is done under those products: the pieces are sent and the next tile's place
+// is worked out in the first stage, what has to be computed from the pieces follows, one item (16 bytes of four rows a
+// warp) in every stage. All of this stays inside a warp: whoever wrote a piece and whoever reads it are lanes of one
+// warp, and the copy engine has read the pieces before they are written again. So nothing waits for anything but the
+// ring, whose argument is in ring.cuh; an item comes between a stage's products and the wait for those of the stage
+// before, and waits for nothing.
 
 constexpr int K_STEP = 64;
 constexpr int BOX_COLUMNS = 64;
@@ -89,10 +90,10 @@ DEVICE void fill(const Problem& p, const Shared& s, const TensorMap& a, Weights 
     }
 }
 
-// The sums of a tile, for the 64 rows of this warpgroup. `under` is called in every stage, under its products.
+// The sums of a tile, for the 64 rows of warpgroup `group`. `under(step)` is called in every stage, under its
+// products.
 template <typename Under>
-DEVICE void accumulate(const Problem& p, const Shared& s, Position& at, Sums& sums, Under under) {
-    const u32 group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+DEVICE void accumulate(const Problem& p, const Shared& s, u32 group, Position& at, Sums& sums, Under under) {
     const bool releases = threadIdx.x % 32 == 0;
     u32 unreleased = STAGES;
 #pragma unroll 1
@@ -108,7 +109,7 @@ DEVICE void accumulate(const Problem& p, const Shared& s, Position& at, Sums& su
         for (int k = 0; k < K_STEP / 16; ++k)
             wgmma_m64n256k16<ALONG_N>(sums.left, sums.right, a + 2 * k, b + k * (ALONG_N ? 128 : 2), step | k);
         wgmma_commit();
-        under();
+        under(step);
         wgmma_wait<1>();
         if (releases && unreleased < STAGES) barrier_arrive(s.empty(unreleased));
         unreleased = at.stage;
@@ -136,8 +137,8 @@ DEVICE void park_half(const float (&values)[64], u32 piece) {
     }
 }
 
-// The warp's 16 rows × 256 columns as bf16 into its pieces: 64 columns each, left ones first. Before, the copy engine
-// must have read them; afterwards, all lanes and the copy engine may.
+// The warp's 16 rows × 256 columns as bf16 into its pieces: 64 columns each, left ones first. The copy engine has read
+// them then. Other lanes may read them after a barrier of the warp, the copy engine after hand_to_copy_engine.
 DEVICE void park(const Sums& sums, u32 pieces) {
     if (threadIdx.x % 32 == 0) store_wait_read<0>();
     __syncwarp();
@@ -145,7 +146,6 @@ DEVICE void park(const Sums& sums, u32 pieces) {
     park_half<1>(sums.left, pieces + PIECE_BYTES);
     park_half<0>(sums.right, pieces + 2 * PIECE_BYTES);
     park_half<1>(sums.right, pieces + 3 * PIECE_BYTES);
-    hand_to_copy_engine();
 }
 
 // Two pieces leave for boxes of `map`, those that begin inside: 128 columns from x on. Lane 0.

@@ -25,21 +25,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bf16_plain(
             });
     } else {
         registers_up<MATH_REGISTERS>();
-        const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+        const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / 4;
         const u32 pieces = s.staging(warp);
+        bool parked = false;
+        Tile tile{0, 0, 0};
+        const auto send = [&] {
+            hand_to_copy_engine();
+            if (threadIdx.x % 32 != 0) return;
+            const int row = tile.row + warp * WARP_ROWS;
+            send_parked(out, pieces, columns, tile.column, row, 0);
+            send_parked(out, pieces + 2 * PIECE_BYTES, columns, tile.column + BLOCK, row, 0);
+            store_commit();
+        };
         Position at;
         for (Tiles tiles = p.tiles(); tiles.more(); tiles.advance()) {
-            const Tile tile = tiles.tile();
             Sums sums;
-            accumulate(p, s, at, sums, [] {});
+            accumulate(p, s, group, at, sums, [&](int step) {
+                if (step != 0) return;
+                if (parked) send();
+                tile = tiles.tile();
+            });
             park(sums, pieces);
-            if (threadIdx.x % 32 == 0) {
-                const int row = tile.row + warp * WARP_ROWS;
-                send_parked(out, pieces, columns, tile.column, row, 0);
-                send_parked(out, pieces + 2 * PIECE_BYTES, columns, tile.column + BLOCK, row, 0);
-                store_commit();
-            }
+            parked = true;
         }
+        if (parked) send();
         if (threadIdx.x % 32 == 0) store_wait_all();
     }
 }

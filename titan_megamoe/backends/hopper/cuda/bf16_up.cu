@@ -17,22 +17,38 @@ constexpr u32 UP_REGISTERS = MATH_REGISTERS;
 #endif
 constexpr int ITEMS = WARP_ROWS / ITEM_LINES * BLOCK / BOX_COLUMNS;
 
-// h' of a warp's parked tile, item by item.
+// What a warp does with its parked tile, item by item: gate and up leave, then h' is computed.
 struct Activation {
+    const TensorMap& gate_up;
     unsigned short* h;  // (P, I)
     int columns;        // I
     u32 pieces;
-    int item = ITEMS;  // the next one; ITEMS: nothing is parked, or all is done
+    int item = ITEMS;  // the next one; -1: gate and up have not left; ITEMS: nothing is parked, or all is done
     int row = 0, column = 0;
     float weight = 0.f;  // of row lane mod 16
 
     DEVICE void park(const Sums& sums, const Tile& tile, int first_row, float weight_of_lane) {
         ::park(sums, pieces);
-        row = first_row, column = tile.column, weight = weight_of_lane, item = 0;
+        row = first_row, column = tile.column, weight = weight_of_lane, item = -1;
+    }
+
+    DEVICE void send() {
+        hand_to_copy_engine();
+#ifdef SAVE
+        if (threadIdx.x % 32 != 0) return;
+        send_parked(gate_up, pieces, columns, column, row, 0);
+        send_parked(gate_up, pieces + 2 * PIECE_BYTES, columns, column, row, 1);
+        store_commit();
+#endif
     }
 
     DEVICE void next() {
         if (item == ITEMS) return;
+        if (item < 0) {
+            send();
+            ++item;
+            return;
+        }
         const u32 lane = threadIdx.x % 32, half = item % 2, line = item / 2 * ITEM_LINES + lane / 8;
         const u32 at = pieces + half * PIECE_BYTES + parked_unit(line);
         const Words gs = load_shared_words(at), us = load_shared_words(at + 2 * PIECE_BYTES);
@@ -88,30 +104,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bf16_up(
     } else {
         registers_up<UP_REGISTERS>();
         const u32 lane = threadIdx.x % 32;
-        const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        Activation activation{h, columns, s.staging(warp)};
+        const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / 4;
+        Activation activation{gate_up, h, columns, s.staging(warp)};
         Position at;
         for (Tiles tiles = p.tiles();; tiles.advance()) {
             const bool more = tiles.more();
             Tile tile{0, 0, 0};
             float weight_of_lane = 0.f;
             Sums sums;
-            if (more) {
-                tile = tiles.tile();
-                weight_of_lane = __ldg(weight + tile.row + warp * WARP_ROWS + lane % 16);
-                accumulate(p, s, at, sums, [&] { activation.next(); });
-            }
+            if (more)
+                accumulate(p, s, group, at, sums, [&](int step) {
+                    if (step == 0) {
+                        tile = tiles.tile();
+                        weight_of_lane = __ldg(weight + tile.row + warp * WARP_ROWS + lane % 16);
+                    }
+                    activation.next();
+                });
             while (activation.item < ITEMS) activation.next();
             if (!more) break;
-            const int row = tile.row + warp * WARP_ROWS;
-            activation.park(sums, tile, row, weight_of_lane);
-#ifdef SAVE
-            if (lane == 0) {
-                send_parked(gate_up, activation.pieces, columns, tile.column, row, 0);
-                send_parked(gate_up, activation.pieces + 2 * PIECE_BYTES, columns, tile.column, row, 1);
-                store_commit();
-            }
-#endif
+            activation.park(sums, tile, tile.row + warp * WARP_ROWS, weight_of_lane);
         }
         if (lane == 0) store_wait_all();
     }
