@@ -5,7 +5,7 @@
 #   TEXT=books.jsonl scripts/measure.sh curves       loss curves need text: JSON lines with a field text
 # Parts, each a few minutes: tests kernels stages layers steps steps_235b curves wgrad soak trace tokens routing single
 # rates many. Afterwards: python -m titan_megamoe.bench report
-# COMMIT names the commit where git can't. A part that fails is named at the end, and the others run.
+# COMMIT names the commit, where git does not know it. A part that fails is named at the end, and the others run.
 set -uo pipefail
 jobs=train_configs/qwen3_30b_a3b
 

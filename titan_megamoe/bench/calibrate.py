@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=FULL_MODELS, action="append", help="default: both")
     parser.add_argument("--tokens", type=int, default=16384, help="one sequence of so many tokens")
     parser.add_argument("--iterations", type=int, default=30)
-    parser.add_argument("--commit", default="", help="what to record where git cannot say")
+    parser.add_argument("--commit", default="", help="what to record instead of what git says")
     parser.add_argument("--out", default="", help="record file, for example docs/benchmarks/calibration.json")
 
 

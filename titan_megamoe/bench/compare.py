@@ -94,7 +94,7 @@ def add_job_arguments(parser: argparse.ArgumentParser, steps: int, work: Path) -
     parser.add_argument("--repeats", type=int, default=1, help="go through the list so many times")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one job")
     parser.add_argument("--work", type=Path, default=work, help="logs, data, tables")
-    parser.add_argument("--commit", default="", help="what to record where git cannot say")
+    parser.add_argument("--commit", default="", help="what to record instead of what git says")
     parser.add_argument(
         "--prestart", action=argparse.BooleanOptionalAction, default=True,
         help="on one machine with GPUs: the processes of all jobs import at once and wait for their turn",

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-routed-rows", type=int, default=0)
     parser.add_argument("--no-ceilings", action="store_true", help="skip the ideal time")
     parser.add_argument("--no-check", action="store_true", help="skip the comparison with fp64 values")
-    parser.add_argument("--commit", default="", help="what to record where git cannot say")
+    parser.add_argument("--commit", default="", help="what to record instead of what git says")
     parser.add_argument("--out", default="", help="result file, for example docs/benchmarks/layer.json")
 
 

@@ -62,13 +62,14 @@ def commit() -> str:
 def environment(known_commit: str = "") -> dict[str, Any]:
     """What all records of a run share: gpu, versions, commit, date, run.
 
-    known_commit: what to record where git cannot say, on a machine that has the files only.
+    known_commit: what to record instead of what git says, on a machine that has only the files, or those of a
+        later commit than its git knows.
     """
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return {
         "gpu": gpu,
         "versions": versions(),
-        "commit": commit() or known_commit,
+        "commit": known_commit or commit(),
         "date": time.strftime("%Y-%m-%d"),
         "run": uuid.uuid4().hex[:12],
     }

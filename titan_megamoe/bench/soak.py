@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--delay-ms", type=float, default=0.5, help="longest wait of a rank before a call")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for --check-every steps")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", default="", help="what to record where git cannot say")
+    parser.add_argument("--commit", default="", help="what to record instead of what git says")
     parser.add_argument("--out", type=Path, help="record file, for example docs/benchmarks/soak_bf16.json")
 
 

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--reserved-sms", type=int, default=0)
     parser.add_argument("--comm-sms", type=int, default=0)
-    parser.add_argument("--commit", default="", help="what to record where git cannot say")
+    parser.add_argument("--commit", default="", help="what to record instead of what git says")
     parser.add_argument("--out", type=Path, default=Path("outputs/trace/trace.json"), help="records")
     parser.add_argument("--plot", type=Path, help="picture; default: beside --out, named like it")
 
