@@ -435,7 +435,7 @@ ABLATIONS: dict[str, list[tuple[str, str]]] = {
 """Replacements in a kernel's source; each keeps the ring's protocol."""
 _UNTIL_WRITTEN = "[&](const Tile& tile) { written.wait(tile); }"
 _AT_ONCE = "[&](const Tile&) { __syncwarp(); }"
-_STORE = "if (i * 512 < d.row_bytes - byte) store_words(to + i * 512, words[WHICH][i]);"
+_STORE = "if (i * 512 < d.hidden - byte) store_words(to + i * 512, words[WHICH][i]);"
 DISPATCH_ABLATIONS: dict[str, list[tuple[str, str]]] = {
     "no wait": [(_UNTIL_WRITTEN, _AT_ONCE)],
     "no wait, no stores": [
@@ -514,36 +514,20 @@ def times_of(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
     return times
 
 
-def tflops(name: str, experts: Any, ms: float) -> float:
+def tflops(name: str, experts: Experts, ms: float) -> float:
     products = {"gemm1": 2, "gemm2": 1, "dgrad2": 1, "dgrad1": 2, "dW2": 1, "dW13": 2}.get(
         name.split(",")[0], 0
     )
     return 2e-9 * products * sum(experts.counts) * experts.hidden * experts.intermediate / ms
 
 
-def results(
-    model: str,
-    experts: Any,
-    times: dict[str, list[float]],
-    predicted: dict[str, dict[str, float]] = PREDICTED,
-) -> list[dict[str, Any]]:
+def results(model: str, experts: Experts, times: dict[str, list[float]]) -> list[dict[str, Any]]:
     """A row for each name."""
     return [
         {"model": model, "what": name, "ms_median": (ms := statistics.median(values)), "ms_min": min(values),
-         "n": len(values), "tflops": tflops(name, experts, ms), "predicted_ms": predicted[model].get(name)}
+         "n": len(values), "tflops": tflops(name, experts, ms), "predicted_ms": PREDICTED[model].get(name)}
         for name, values in times.items()
     ]  # fmt: skip
-
-
-def say_table(rows: list[dict[str, Any]]) -> None:
-    if rows:
-        say(f"\n{'':<8}{'':<34}{'ms':>8}{'min':>8}{'TFLOP/s':>9}{'predicted':>10}")
-    for row in rows:
-        predicted = "" if row["predicted_ms"] is None else f"{row['predicted_ms']:.2f}"
-        rate = f"{row['tflops']:.0f}" if row["tflops"] else ""
-        say(
-            f"{row['model']:<8}{row['what']:<34}{row['ms_median']:>8.3f}{row['ms_min']:>8.3f}{rate:>9}{predicted:>10}"
-        )
 
 
 def write(out: str | None, right: bool, rows: list[dict[str, Any]]) -> None:
@@ -611,7 +595,14 @@ def main() -> int:
         del experts, w13, case
         torch.cuda.empty_cache()
     write(options.out, right, rows)
-    say_table(rows)
+    if rows:
+        say(f"\n{'':<8}{'':<34}{'ms':>8}{'min':>8}{'TFLOP/s':>9}{'predicted':>10}")
+    for row in rows:
+        predicted = "" if row["predicted_ms"] is None else f"{row['predicted_ms']:.2f}"
+        rate = f"{row['tflops']:.0f}" if row["tflops"] else ""
+        say(
+            f"{row['model']:<8}{row['what']:<34}{row['ms_median']:>8.3f}{row['ms_min']:>8.3f}{rate:>9}{predicted:>10}"
+        )
     verdict = "ALL RIGHT" if right else "WRONG RESULTS: nothing above may be used"
     say(f"\n{verdict}, {time.perf_counter() - begin:.0f} s")
     faulthandler.cancel_dump_traceback_later()

@@ -142,11 +142,10 @@ def test_a_trial_is_off_or_stays_on(cpu: Setting, monkeypatch) -> None:
     monkeypatch.setattr(implementations, "_ours", lambda *_: lambda inputs: seen.append(first_half()))
     trial, plain = build("mega_moe+expand@fp8", cpu), build("mega_moe@fp8", cpu)
     assert (trial.impl, trial.precision, plain.impl) == ("mega_moe+expand", "fp8", "mega_moe")
-    cuda = build("mega_moe+cuda", cpu)
-    trial.forward(None), cuda.forward(None)
-    assert hopper.FusedBackend.gemms == "cuda"  # for the backward too
+    trial.forward(None)
+    assert first_half() == "expanded"  # for the backward too
     plain.forward(None)
-    assert seen == ["expanded", "auto", "auto"] and hopper.FusedBackend.gemms == "auto"
+    assert seen == ["expanded", "auto"] and first_half() == "auto"
     with pytest.raises(ConfigError, match="is unknown"):
         build("all_to_all+expand", cpu)
     with pytest.raises(ConfigError, match="is unknown"):

@@ -1,4 +1,4 @@
-"""Dispatch of tokens inside GEMM1, from peers on the same device, against rows that were there before."""
+"""Dispatch of fp8 tokens inside GEMM1, from peers on the same device, against rows that were there before."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ CASES = {
 """Tokens of each rank, rank, K, e, H."""
 
 
-def make_plan(tokens, rank, top_k, experts, choose=None):
-    """Plan of rank `rank` of len(tokens), with `experts` on each; ids from `choose(shape)` or random."""
+def make_case(tokens, rank, top_k, experts, hidden, *, choose=None, device="cpu"):
+    """Dispatch of rank `rank` of len(tokens), with `experts` on each; ids from `choose(shape)` or random."""
     generator = torch.Generator().manual_seed(sum(tokens))
     world = len(tokens)
 
@@ -32,13 +32,7 @@ def make_plan(tokens, rank, top_k, experts, choose=None):
 
     ids = [(choose or random_ids)((t, top_k)) for t in tokens]
     shape = PlanShape(world, rank, top_k, experts, max(*tokens, 1) + 3, max(sum(tokens) * top_k, 1) + 130)
-    return plan_reference(ids, [torch.rand(i.shape, generator=generator) for i in ids], shape)
-
-
-def make_case(tokens, rank, top_k, experts, hidden, *, choose=None, device="cpu"):
-    """Dispatch in fp8 with that plan."""
-    plan = make_plan(tokens, rank, top_k, experts, choose)
-    generator = torch.Generator().manual_seed(sum(tokens))
+    plan = plan_reference(ids, [torch.rand(i.shape, generator=generator) for i in ids], shape)
     x = [torch.randn(t, hidden, generator=generator).bfloat16() for t in tokens]
     quantized = [quantize_act_1x128(rows) for rows in x]
     return make_dispatch(plan, [(data.to(device), scale.to(device)) for data, scale in quantized])

@@ -34,7 +34,7 @@ class OnCpu(TorchFunctionMode):
         return func(*("cpu" if isinstance(a, str) and a == "cuda" else a for a in args), **kwargs)
 
 
-def stand_in_for_gpu() -> Patch:
+def main() -> int:
     patch = Patch()
     no_gpu.pretend(patch)
 
@@ -53,11 +53,6 @@ def stand_in_for_gpu() -> Patch:
         patch.setattr(torch.cuda, name, value, raising=False)
     generator = torch.Generator
     patch.setattr(torch, "Generator", lambda device="cpu": generator("cpu"))
-    return patch
-
-
-def main() -> int:
-    patch = stand_in_for_gpu()
     import fp8_check
 
     for name, value in {

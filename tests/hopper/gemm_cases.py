@@ -6,9 +6,8 @@ script with TRITON_INTERPRET=1 it checks all kernels on the CPU on small shapes.
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +22,6 @@ from titan_megamoe.backends.hopper.gemm_up_backward import UP_BACKWARD_CONFIG, g
 from titan_megamoe.backends.hopper.tiles import PoolTiles, tiles_from_counts
 from titan_megamoe.backends.hopper.wgrad import WGRAD_CONFIG, wgrad_down, wgrad_up
 
-Gemm = Callable[..., Any]
 NAN = float("nan")
 LIMIT = 4e-3
 """Relative L2 error of a bf16 result: one rounding is 1.7e-3, a recomputed bf16 operand adds as much."""
@@ -100,25 +98,20 @@ def untouched(pool: Pool, *outputs: Tensor) -> None:
         assert torch.isnan(out[..., past:, :]).all(), "rows past the tiles in use were written"
 
 
-def of_config(gemm: Gemm, config: GemmConfig | None) -> Gemm:
-    """`gemm`, which may be one that has only one tiling."""
-    return gemm if config is None else functools.partial(gemm, config=config)
-
-
-def check_down(pool: Pool, config: GemmConfig | None = None, gemm: Gemm = gemm_down) -> None:
+def check_down(pool: Pool, config: GemmConfig | None = None) -> None:
     h = pool.rows(pool.intermediate)
     out = torch.full((h.shape[0], pool.hidden), NAN, device=h.device).bfloat16()
-    got = of_config(gemm, config)(h, pool.w2, pool.tiles, out=out)
+    got = gemm_down(h, pool.w2, pool.tiles, out=out, config=config)
     assert_close("o", got[pool.valid], per_expert(pool, h, pool.w2)[pool.valid])
     untouched(pool, got)
 
 
-def check_up(pool: Pool, config: GemmConfig | None = None, save: bool = True, gemm: Gemm = gemm_up) -> None:
+def check_up(pool: Pool, config: GemmConfig | None = None, save: bool = True) -> None:
     x = pool.rows(pool.hidden)
     out_h = torch.full((x.shape[0], pool.intermediate), NAN, device=x.device).bfloat16()
     out_gu = out_h.expand(2, -1, -1).contiguous() if save else None
-    got = of_config(gemm, config)(
-        x, pool.w1, pool.w3, pool.weight, pool.tiles, save=save, out_h=out_h, out_gu=out_gu
+    got = gemm_up(
+        x, pool.w1, pool.w3, pool.weight, pool.tiles, save=save, out_h=out_h, out_gu=out_gu, config=config
     )
     g, u = per_expert(pool, x, pool.w1), per_expert(pool, x, pool.w3)
     want = torch.nn.functional.silu(g) * u * pool.weight[:, None]
@@ -134,18 +127,14 @@ def check_up(pool: Pool, config: GemmConfig | None = None, save: bool = True, ge
 
 
 def check_down_backward(
-    pool: Pool,
-    config: GemmConfig | None = None,
-    need_h: bool = True,
-    need_dw: bool = True,
-    gemm: Gemm = gemm_down_backward,
+    pool: Pool, config: GemmConfig | None = None, need_h: bool = True, need_dw: bool = True
 ) -> None:
     dy, g, u = pool.rows(pool.hidden), pool.rows(pool.intermediate), pool.rows(pool.intermediate)
     out_h = torch.full_like(g, NAN)
     out_dgu = out_h.expand(2, -1, -1).contiguous()
-    got = of_config(gemm, config)(
+    got = gemm_down_backward(
         dy, pool.w2, g, u, pool.weight, pool.tiles,
-        need_h=need_h, need_dw=need_dw, out_dgu=out_dgu, out_h=out_h if need_h else None,
+        need_h=need_h, need_dw=need_dw, out_dgu=out_dgu, out_h=out_h if need_h else None, config=config,
     )  # fmt: skip
     v = pool.valid
     dhw = per_expert(pool, dy, pool.w2.transpose(1, 2))[v]
@@ -172,10 +161,10 @@ def check_down_backward(
         assert got.dw_R is None
 
 
-def check_up_backward(pool: Pool, config: GemmConfig | None = None, gemm: Gemm = gemm_up_backward) -> None:
+def check_up_backward(pool: Pool, config: GemmConfig | None = None) -> None:
     dgu = torch.stack((pool.rows(pool.intermediate), pool.rows(pool.intermediate)))
     out = torch.full((dgu.shape[1], pool.hidden), NAN, device=dgu.device).bfloat16()
-    got = of_config(gemm, config)(dgu, pool.w1, pool.w3, pool.tiles, out=out)
+    got = gemm_up_backward(dgu, pool.w1, pool.w3, pool.tiles, out=out, config=config)
     want = per_expert(pool, dgu[0], pool.w1.transpose(1, 2)) + per_expert(
         pool, dgu[1], pool.w3.transpose(1, 2)
     )

@@ -31,14 +31,6 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
         ("fp8_down_backward", ("WRITE_GRADS", "WRITE_H", "COLUMNS")),
         ("fp8_wgrad", ()),
         ("fp8_wgrad", ("FP32",)),
-        ("bf16_plain", ()),
-        ("bf16_plain", ("WEIGHT_ALONG_N",)),
-        ("bf16_up", ("SAVE",)),
-        ("bf16_up", ("SAVE", "DISPATCH")),
-        ("bf16_up", ("DISPATCH",)),
-        ("bf16_down_backward", ("WEIGHT_ALONG_N",)),
-        ("bf16_down_backward", ("WEIGHT_ALONG_N", "WRITE_H")),
-        ("bf16_down_backward", ("WEIGHT_ALONG_N", "WRITE_H", "DISPATCH")),
     ],
 )
 def test_kernel_spills_serialises_or_misses_the_tensor_cores(name, defines, tmp_path):
@@ -49,13 +41,9 @@ def test_kernel_spills_serialises_or_misses_the_tensor_cores(name, defines, tmp_
     def count(pattern: str) -> int:
         return len(re.findall(pattern, sass))
 
-    if name.startswith("fp8"):
-        assert count(r"QGMMA\.64x128x32\.F32\.E4M3\.E4M3") == 8
-    else:
-        transposed = r" R\d+, gdesc\S+\.tnspB" if "WEIGHT_ALONG_N" in defines else r" R\d+, gdesc\[\w+\],"
-        assert count(r"HGMMA\.64x256x16\.F32\.BF16" + transposed) == 4
+    assert count(r"QGMMA\.64x128x32\.F32\.E4M3\.E4M3") == 8
     assert count(r"WARPGROUP\.DEPBAR") == 2, "a wait after every wgmma serialises them"
-    assert count("R2UR") < 45, "descriptors are not in uniform registers"
+    assert count("R2UR") < 40, "descriptors are not in uniform registers"
     assert count(r"\b(LDL|STL)\b") == 0, "registers are spilled"
     assert count(r"USETMAXREG") == 2, "setmaxnreg was ignored"
 

@@ -216,8 +216,9 @@ def test_simulator_misses_a_broken_weight_gradient(tmp_path, monkeypatch, before
         ("if (lane == 0) barrier_arrive(used);\n        promote", "promote", "every thread waits"),
         ("wgmma_wait();\n        pin(product);\n        promote(sums.left", "promote(sums.left",
          "wrong result"),
+        ("    wgmma_commit();\n", "", "wrong result"),
     ],
-    ids=["nothing", "fence", "parity", "count", "scales", "release", "wait"],
+    ids=["nothing", "fence", "parity", "count", "scales", "release", "wait", "commit"],
 )  # fmt: skip
 def test_simulator_misses_a_broken_protocol(tmp_path, before, after, complaint):
     library = kernels.build(tmp_path, "fp8_plain", (), (before, after) if before else None)

@@ -67,7 +67,7 @@ def build(label: str, setting: Setting) -> Implementation:
     """The implementation of that name.
 
     mega_moe, mega_moe@fp8: the fused backend; mega_moe@fp8/fp8: with fp8 weight gradients too;
-    mega_moe+expand@fp8, mega_moe+cuda: with one of TRIALS, which the record's `impl` names too. all_to_all:
+    mega_moe+expand@fp8: with one of TRIALS, which the record's `impl` names too. all_to_all:
     ours, unfused. torchtitan, torchtitan+compile: stock all-to-all. deepep:24, deepep+compile:24:
     TorchTitan's DeepEP block. deep_gemm: fp8, forward only.
     Raises ConfigError for another name and UnsupportedError for what cannot run here.
@@ -113,14 +113,10 @@ def build(label: str, setting: Setting) -> Implementation:
     )
 
 
-TRIALS: dict[str, dict[str, object]] = {
-    "expand": {"first_half": "expanded"},
-    "cuda": {"gemms": "cuda"},
-    "triton": {"gemms": "triton"},
-}
+TRIALS: dict[str, dict[str, object]] = {"expand": {"first_half": "expanded"}}
 """Attributes of the fused backend that are another way to do the same, and what they are in a trial."""
 HOPPER = "titan_megamoe.backends.hopper.backend"
-DEFAULTS: dict[str, object] = {"first_half": "auto", "gemms": "auto"}
+DEFAULTS: dict[str, object] = {"first_half": "auto"}
 """What they are in none."""
 
 

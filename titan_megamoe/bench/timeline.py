@@ -25,11 +25,11 @@ _OURS = (
     (r"_publish_kernel", "publish", MEMORY),
     (r"_(histogram|prefix|layout|fill)_kernel", "plan", MEMORY),
     (r"_quantize_(rows|weights)_kernel|fp8_columns", "quantize", MEMORY),
-    (r"down_backward(_specialized)?_kernel|(fp8|bf16)_down_backward", "dgrad2", GEMM),
+    (r"down_backward(_specialized)?_kernel|fp8_down_backward", "dgrad2", GEMM),
     (r"up_backward(_specialized)?_kernel", "dgrad1", GEMM),
     (r"down(_specialized)?_kernel", "GEMM2", GEMM),
-    (r"up(_specialized)?_kernel|(fp8|bf16)_up", "GEMM1", GEMM),
-    (r"(fp8|bf16)_plain", "GEMM", GEMM),
+    (r"up(_specialized)?_kernel|fp8_up", "GEMM1", GEMM),
+    (r"fp8_plain", "GEMM", GEMM),
     (r"wgrad_kernel|fp8_wgrad", "dW", GEMM),
 )
 _PAUSE = "_pause_kernel"  # the side stream's head start: no work

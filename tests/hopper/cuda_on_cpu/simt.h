@@ -70,13 +70,10 @@ struct Store {
     int at[3];
 };
 
-// One wgmma of a thread; d[0] has its part of the first 128 columns, d[1] of the next, if there are any.
 struct Product {
-    float* d[2];
+    float* d;
     u64 a, b;
     u32 add;
-    int bytes_of_element;
-    bool along_n;
     u64 group;
 };
 
@@ -324,7 +321,6 @@ DEVICE void registers_down() {}
 DEVICE u64 operand(u32 address) {
     return u64((address & 0x3FFFF) >> 4) | u64(1024 >> 4) << 32 | u64(1) << 62;
 }
-DEVICE u64 operand_along_n(u32 address, u32 next_columns) { return operand(address) | u64(next_columns >> 4) << 16; }
 DEVICE void wgmma_fence() {}
 DEVICE void wgmma_commit() { ++fibers[current].committed; }
 template <int N>
@@ -339,50 +335,34 @@ static float e4m3_value(int byte) {
     return byte & 0x80 ? -magnitude : magnitude;
 }
 
-// Element `k` of row `row` of an operand, of 32 bytes along K.
-static float operand_element(u64 operand, int row, int k, int bytes, bool along_n) {
+// Element `k` of row `row` of an operand, of 32 along K.
+static float operand_element(u64 operand, int row, int k) {
     const u32 start = u32(operand & 0x3FFF) << 4, stride = u32(operand >> 32 & 0x3FFF) << 4;
-    const u32 leading = u32(operand >> 16 & 0x3FFF) << 4;
-    const u32 at = along_n ? start + row / 64 * leading + k / 8 * stride + k % 8 * 128 + row % 64 * bytes
-                           : start + row / 8 * stride + row % 8 * 128 + k * bytes;
-    const unsigned char* p = shared + swizzled(at);
-    return bytes == 1 ? e4m3_table[*p] : float_of(u32(p[0] | p[1] << 8) << 16);
+    return e4m3_table[shared[swizzled(start + row / 8 * stride + row % 8 * 128 + k)]];
 }
 
-static void start_product(const Product& product) {
-    Fiber& me = fibers[current];
-    me.products.push_back(product);
-    me.products.back().group = me.committed;
-    if (!product.add)
-        for (float* d : product.d)
-            for (int i = 0; d && i < 64; ++i) d[i] = NAN;
-}
 DEVICE void wgmma_m64n128k32(float (&d)[64], u64 a, u64 b, u32 add) {
-    start_product({{d, nullptr}, a, b, add, 1, false, 0});
-}
-template <bool ALONG_N>
-DEVICE void wgmma_m64n256k16(float (&left)[64], float (&right)[64], u64 a, u64 b, u32 add) {
-    start_product({{left, right}, a, b, add, 2, ALONG_N, 0});
+    fibers[current].products.push_back({d, a, b, add, fibers[current].committed});
+    if (!add)
+        for (float& x : d) x = NAN;
 }
 
 static void multiply_now(const Product& p) {
-    const int thread = current % 128, depth = 32 / p.bytes_of_element;
+    const int thread = current % 128;
     float a[2][32];
     for (int i = 0; i < 2; ++i)
-        for (int k = 0; k < depth; ++k)
-            a[i][k] = operand_element(p.a, thread / 32 * 16 + thread % 32 / 4 + 8 * i, k, p.bytes_of_element, false);
-    for (int half = 0; half < 2 && p.d[half]; ++half)
-        for (int j = 0; j < 16; ++j)
-            for (int c = 0; c < 2; ++c) {
-                const int column = 128 * half + 8 * j + 2 * (thread % 4) + c;
-                float sum[2];
-                for (int i = 0; i < 2; ++i) sum[i] = p.add ? p.d[half][4 * j + 2 * i + c] : 0.f;
-                for (int k = 0; k < depth; ++k) {
-                    const float b = operand_element(p.b, column, k, p.bytes_of_element, p.along_n);
-                    for (int i = 0; i < 2; ++i) sum[i] += a[i][k] * b;
-                }
-                for (int i = 0; i < 2; ++i) p.d[half][4 * j + 2 * i + c] = sum[i];
+        for (int k = 0; k < 32; ++k)
+            a[i][k] = operand_element(p.a, thread / 32 * 16 + thread % 32 / 4 + 8 * i, k);
+    for (int j = 0; j < 16; ++j)
+        for (int c = 0; c < 2; ++c) {
+            float sum[2];
+            for (int i = 0; i < 2; ++i) sum[i] = p.add ? p.d[4 * j + 2 * i + c] : 0.f;
+            for (int k = 0; k < 32; ++k) {
+                const float b = operand_element(p.b, 8 * j + 2 * (thread % 4) + c, k);
+                for (int i = 0; i < 2; ++i) sum[i] += a[i][k] * b;
             }
+            for (int i = 0; i < 2; ++i) p.d[4 * j + 2 * i + c] = sum[i];
+        }
 }
 
 // Products take effect here and no sooner: an operand that is overwritten before was released too early.
@@ -500,16 +480,6 @@ DEVICE void load_transposed(u32 (&d)[4], u32 address) {
             memcpy(&pair[j], shared + row + lane / 4 * 2, 2);
         }
         d[i] = pair[0] | u32(pair[1]) << 16;
-    }
-    __syncwarp();
-}
-
-DEVICE void store_matrices(u32 address, const u32 (&d)[4]) {
-    const int lane = current % 32;
-    for (int i = 0; i < 4; ++i) {
-        const u32 row = __shfl_sync(~0u, address, 8 * i + lane / 4);
-        if (row % 16) fail("a matrix row is misaligned");
-        store_shared_word(row + lane % 4 * 4, d[i]);
     }
     __syncwarp();
 }

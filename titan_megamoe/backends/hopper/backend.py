@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -30,21 +29,12 @@ from ...config import MegaMoEConfig
 from ...routing import PlanShape, RoutingPlan
 from ...workspace import Workspace, existing_workspace, get_workspace
 from ..base import Begun, Gradients, MoECall, StagedBackend
-from .bf16_dispatch import Dispatch
-from .bf16_gemm import (
-    gemm_down_backward_cuda,
-    gemm_down_cuda,
-    gemm_up_backward_cuda,
-    gemm_up_cuda,
-    why_no_cuda_gemms,
-)
 from .combine import combine
 from .dispatch_gemm1 import dispatch_gemm1
 from .expand import expand
-from .fp8_dispatch import MAX_TOP_K, progress_words
 from .gemm_common import SPECIALIZED, check_dims, grid_size, operand
 from .gemm_down import gemm_down
-from .gemm_down_backward import DownBackward, gemm_down_backward
+from .gemm_down_backward import gemm_down_backward
 from .gemm_up import gemm_up
 from .gemm_up_backward import gemm_up_backward
 from .passes import number_of_passes, plans_over, received, recv_rows
@@ -53,48 +43,29 @@ from .side import beside, join, now
 from .symmetric import READ, TOKENS, meet, open_call, publish
 from .wgrad import wgrad_down, wgrad_up
 
-logger = logging.getLogger("titan_megamoe")
-
 EXPAND_FROM: int | None = None
-"""H · I from which Triton's GEMM1 over dense rows gains more than the expansion costs. None: from nowhere, as
-long as the dense GEMM is not faster than the gathering one."""
-CUDA_GEMMS = False
-"""Whether the bf16 expert GEMMs, but for the weight gradients, are the CUDA kernels of bf16_gemm.py where
-they can be had. Off until timed on GPUs. On if forward and backward are faster with them at 30B and at 235B,
-in one run of `python -m titan_megamoe.bench layer --impls mega_moe,mega_moe+cuda`."""
+"""H · I from which GEMM1 over dense rows gains more than the expansion costs. None: from nowhere, as long as
+the dense GEMM is not faster than the gathering one."""
 
 
 class FusedBackend(StagedBackend):
     """Hopper GPUs of one NVLink domain.
 
     Attributes:
-        first_half: what dispatch and GEMM1 of a forward are: "gathered" (one launch: dispatch_gemm1.py, with
-            CUDA kernels dispatch.cuh), "expanded" (rows into the pool first, then a dense GEMM), or "auto",
-            which decides from H and I, with CUDA kernels for "gathered".
-        gemms: the bf16 expert GEMMs, but for the weight gradients: "triton", "cuda" (refused where there are
-            none), or "auto", which decides by CUDA_GEMMS and takes Triton's where there are no others.
+        first_half: what dispatch and GEMM1 of a forward are: "gathered" (one launch: dispatch_gemm1.py, in
+            fp8 fp8_dispatch.py), "expanded" (rows into the pool first, then a dense GEMM), or "auto", which
+            decides from H and I, in fp8 for "gathered".
     """
 
     name = "fused"
     first_half = "auto"
-    gemms = "auto"
-
-    def cuda_gemms(self) -> bool:
-        """Whether the bf16 expert GEMMs are CUDA kernels.
-
-        Ranks may differ in it: what they send each other, and when, is the same.
-        """
-        if self.gemms != "auto":
-            return self.gemms == "cuda"
-        return CUDA_GEMMS and _cuda_gemms_there()
 
     def expands(self, call: MoECall) -> bool:
         """Whether a forward expands its rows before GEMM1 instead of gathering them in it.
 
-        Results differ by rounding at most, what is saved not at all.
+        Results differ by rounding at most, what is saved not at all. Decided from the shapes alone, so all
+        ranks do the same.
         """
-        if self.cuda_gemms():
-            return call.top_k > MAX_TOP_K or self.first_half == "expanded"
         if self.first_half != "auto":
             return self.first_half == "expanded"
         return EXPAND_FROM is not None and call.hidden * call.intermediate >= EXPAND_FROM
@@ -110,8 +81,6 @@ class FusedBackend(StagedBackend):
         if capability != (9, 0):
             found = ".".join(map(str, capability))
             return f"it needs a Hopper GPU (compute capability 9.0), this one has {found}"
-        if self.gemms == "cuda" and (reason := why_no_cuda_gemms()):
-            return reason
         return None if group is None else _one_domain(group)
 
     def refuse(
@@ -137,9 +106,6 @@ class FusedBackend(StagedBackend):
         x, reserved = call.x, config.reserved_sms
         with _unbroken(workspace, x.device):
             w1, w3, w2 = _operands(call)
-            cuda, expands = self.cuda_gemms(), self.expands(call)
-            if cuda:
-                x = operand(x)
             flat = torch.empty(passes * shape.words, dtype=torch.int32, device=x.device)
             plans = plans_over(flat, shape)
             y = torch.empty_like(x)
@@ -147,12 +113,10 @@ class FusedBackend(StagedBackend):
             h = x.new_empty(shape.pool_rows, call.intermediate)
             gate_up = x.new_empty(2, *h.shape) if save else None
             rows = x.new_empty(shape.pool_rows, call.hidden)
-            moved = flat.new_zeros(passes, progress_words(shape)) if cuda and not expands else None
 
             def down(index: int) -> None:
                 plan = plans[index]
-                gemm = gemm_down_cuda if cuda else gemm_down
-                gemm(h, w2, plan.tiles, out=rows, reserved_sms=reserved)
+                gemm_down(h, w2, plan.tiles, out=rows, reserved_sms=reserved)
                 combine(
                     plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=y,
                     pass_index=index, passes=passes,
@@ -181,24 +145,14 @@ class FusedBackend(StagedBackend):
                 here: dict[str, Any] = dict(pass_index=index, passes=passes)
                 arrived = received(recv, shape, index)
                 kept = None if index else gate_up  # later passes compute gate and up again
-                if expands:
+                if self.expands(call):
                     expand(
                         plan, x, workspace.x, workspace.delta, from_peers=shared, out=rows, keep=arrived,
                         **here,
                     )  # fmt: skip
-                    gemm = gemm_up_cuda if cuda else gemm_up
-                    gemm(
+                    gemm_up(
                         rows, w1, w3, plan.row_weight, plan.tiles, save=kept is not None, out_h=h,
                         out_gu=kept, reserved_sms=reserved,
-                    )  # fmt: skip
-                elif moved is not None:
-                    dispatch = Dispatch(
-                        plan, x, workspace.x if shared else None, workspace.delta, moved[index],
-                        arrived if save and _keeps_recv(call, passes) else None,
-                    )  # fmt: skip
-                    gemm_up_cuda(
-                        rows, w1, w3, plan.row_weight, plan.tiles, save=kept is not None, out_h=h,
-                        out_gu=kept, dispatch=dispatch, reserved_sms=reserved,
                     )  # fmt: skip
                 else:
                     if index:
@@ -226,13 +180,8 @@ class FusedBackend(StagedBackend):
         passes = len(plans)
         need_w13 = needs.w1 or needs.w3
         need_data = needs.x or needs.topk_weights or need_w13
-        cuda = self.cuda_gemms()
         with _unbroken(workspace, dy.device):
             w1, w3, w2 = _operands(call)
-            moved = None
-            if cuda and need_data and not self.expands(call):
-                dy = operand(dy)
-                moved = flat.new_zeros(passes, progress_words(shape))
             dy_RH = dy.new_empty(shape.pool_rows, call.hidden)
             x_RH = torch.empty_like(dy_RH) if need_w13 or passes > 1 else None
             h = dy.new_empty(shape.pool_rows, call.intermediate) if needs.w2 or passes > 1 else None
@@ -251,27 +200,24 @@ class FusedBackend(StagedBackend):
                 guarded: dict[str, Any] = dict(here, state=workspace.state)
                 arrived = received(recv, shape, index)
                 gate_up, rows, dw_R = first_gate_up, None, None
-                if moved is None:
-                    expand(plan, dy, workspace.x, workspace.delta, from_peers=shared, out=dy_RH, **guarded)
+                expand(plan, dy, workspace.x, workspace.delta, from_peers=shared, out=dy_RH, **guarded)
                 if index:
                     assert x_RH is not None and gate_up_again is not None
                     gate_up = gate_up_again
                     expand(plan, call.x, arrived, workspace.delta, from_peers=False, out=x_RH, **guarded)
-                    up = gemm_up_cuda if cuda else gemm_up
-                    up(
-                        x_RH, w1, w3, plan.row_weight, plan.tiles, out_h=h, out_gu=gate_up,
+                    gemm_up(
+                        x_RH,
+                        w1,
+                        w3,
+                        plan.row_weight,
+                        plan.tiles,
+                        out_h=h,
+                        out_gu=gate_up,
                         reserved_sms=reserved,
-                    )  # fmt: skip
+                    )
                 started = now()
                 if need_data:
-                    down_backward: Callable[..., DownBackward] = gemm_down_backward
-                    if cuda:
-                        source = None if moved is None else Dispatch(
-                            plan, dy, workspace.x if shared else None, workspace.delta, moved[index],
-                            state=workspace.state,
-                        )  # fmt: skip
-                        down_backward = functools.partial(gemm_down_backward_cuda, dispatch=source)
-                    _, _, dw_R = down_backward(
+                    _, _, dw_R = gemm_down_backward(
                         dy_RH, w2, gate_up[0], gate_up[1], plan.row_weight, plan.tiles,
                         need_h=needs.w2, need_dw=needs.topk_weights, out_dgu=dgu, out_h=h,
                         reserved_sms=reserved,
@@ -288,8 +234,7 @@ class FusedBackend(StagedBackend):
                 if needs.x:
                     assert dgu is not None
                     # dy's rows are not needed any more: their memory takes the rows of dx.
-                    up_backward = gemm_up_backward_cuda if cuda else gemm_up_backward
-                    rows = up_backward(dgu, w1, w3, plan.tiles, out=dy_RH, reserved_sms=reserved)
+                    rows = gemm_up_backward(dgu, w1, w3, plan.tiles, out=dy_RH, reserved_sms=reserved)
                 close = functools.partial(
                     combine, plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=dx,
                     dweight_parts=None if dw_R is None else dw_R.view(1, -1), dweight=dweights, **here,
@@ -329,14 +274,6 @@ class FusedBackend(StagedBackend):
             x.new_empty(2, pool, call.intermediate),
             x.new_empty(recv, call.hidden) if _keeps_recv(call, passes) else x.new_empty(0),
         ]
-
-
-@functools.cache
-def _cuda_gemms_there() -> bool:
-    reason = why_no_cuda_gemms()
-    if reason is not None:
-        logger.warning("mega_moe: bf16 expert GEMMs are Triton's kernels: %s", reason)
-    return reason is None
 
 
 def _meet(workspace: Workspace, shape: PlanShape, signature: int, config: MegaMoEConfig, point: int) -> None:

@@ -1,8 +1,8 @@
 """The CUDA kernels of cuda/: how they are built, launched and given their tensors.
 
-A kernel's text is its ring's sizes, ptx.cuh, ring.cuh, the loop of its operands (fp8_gemm.cuh or
-bf16_gemm.cuh), its PARTS and its own file; without a ring (PLAIN), its sizes, ptx.cuh, its PARTS and its own
-file. It needs nvcc or NVRTC once (jit/). Nothing here checks the GPU: the backend does.
+A kernel's text is its ring's sizes, ptx.cuh, ring.cuh, fp8_gemm.cuh, its PARTS and its own file; without
+a ring (PLAIN), its sizes, ptx.cuh, its PARTS and its own file. It needs nvcc or NVRTC once (jit/). Nothing
+here checks the GPU: the backend does.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from torch import Tensor
 
 from .gemm_common import GemmConfig, grid_size
 from .jit import Kernel, load_kernel, tensor_map
-from .jit.cache import has_cubin
-from .jit.compiler import FIX, find_nvcc, find_nvrtc
 from .jit.tensor_map import ROW_BYTES, TensorMap
 
 THREADS = 384
@@ -51,14 +49,9 @@ class Ring(NamedTuple):
         return self.stages * stage + WARPS * self.pieces * STORE_ROWS * ROW_BYTES
 
 
-BF16_RING = Ring(pieces=4, scales=0)
-"""A warp's whole tile in bf16 in its pieces (cuda/bf16_gemm.cuh)."""
 RINGS = {
     "fp8_down_backward": Ring(stages=4, pieces=2, registers=240),
     "fp8_wgrad": Ring(pieces=4, scales=3 * COLUMN_BLOCK),
-    "bf16_up": BF16_RING,
-    "bf16_plain": BF16_RING,
-    "bf16_down_backward": BF16_RING,
 }
 """Of the kernels to which another ring than the default is better; docs/experiments_gemm.md."""
 
@@ -86,8 +79,6 @@ PARTS = {
     "fp8_up": ("dispatch.cuh",),
     "fp8_down_backward": ("factor.cuh",),
     "fp8_columns": ("factor.cuh",),
-    "bf16_up": ("dispatch.cuh",),
-    "bf16_down_backward": ("dispatch.cuh",),
 }
 """Files of cuda/ that one kernel has beside those of all."""
 
@@ -109,24 +100,8 @@ def cuda_source(name: str) -> str:
         f"constexpr unsigned MATH_REGISTERS = {registers};\n"
         f"constexpr int HOST_SHARED_BYTES = {sizes.shared_bytes};"
     )
-    loop = f"{name.partition('_')[0]}_gemm.cuh"
-    files = ("ptx.cuh", "ring.cuh", loop, *own)
+    files = ("ptx.cuh", "ring.cuh", "fp8_gemm.cuh", *own)
     return "\n".join([head, *((folder / file).read_text() for file in files)])
-
-
-def kernels_missing(variants: Sequence[tuple[str, tuple[str, ...]]]) -> str | None:
-    """Why not all of these kernels (names and macros) can be had here: not all are compiled, and there is no
-    compiler; None when they can.
-    """
-    if find_nvcc()[0] is not None or find_nvrtc() is not None:
-        return None
-    missing = {name for name, defines in variants if not has_cubin(cuda_source(name), name, defines)}
-    if not missing:
-        return None
-    return (
-        f"its CUDA kernels ({', '.join(sorted(missing))}) are not compiled yet and there is no compiler for "
-        f"them (no nvcc on PATH, no NVRTC library); {FIX}"
-    )
 
 
 def launch(

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...precision.quantize import BLOCK
 from .cuda_kernels import (
     box_map,
-    kernels_missing,
+    cuda_source,
     launch,
     operand_map,
     store_map,
@@ -30,6 +30,8 @@ from .fp8_dispatch import Dispatch
 from .fp8_quantize import QuantizedWeight, check_fp8_dims
 from .fp8_wgrad import Fp8Columns
 from .gemm_common import check_matrix, check_pool
+from .jit.cache import has_cubin
+from .jit.compiler import FIX, find_nvcc, find_nvrtc
 from .layout import cdiv
 from .tiles import BLOCK_M, PoolTiles
 
@@ -101,7 +103,15 @@ VARIANTS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 def why_no_kernels() -> str | None:
     """Why the kernels cannot be had here: neither compiled before nor a compiler; None when they can."""
-    return kernels_missing(VARIANTS)
+    if find_nvcc()[0] is not None or find_nvrtc() is not None:
+        return None
+    missing = {name for name, defines in VARIANTS if not has_cubin(cuda_source(name), name, defines)}
+    if not missing:
+        return None
+    return (
+        f"its CUDA kernels ({', '.join(sorted(missing))}) are not compiled yet and there is no compiler for "
+        f"them (no nvcc on PATH, no NVRTC library); {FIX}"
+    )
 
 
 def check_rows(name: str, x: Fp8Rows, matrices: int, rows: int, columns: int) -> None:

@@ -1,10 +1,7 @@
-// Dispatch under the products of GEMM1, and of dgrad2 in bf16: the warps of warpgroup 2 that do not fill the ring write the pool's rows,
+// Dispatch under the products of GEMM1: the warps of warpgroup 2 that do not fill the ring write the pool's rows,
 // ahead of the tiles that multiply them.
 //
-//     pool[r] = row r's token, as its owner published it, and SCALED: pool_scale[:, r] = its scales
-//     keep[j] = received token j, where the caller asks for it
-//
-// Rows are bytes here: e4m3 with scales in fp8, bf16 without.
+//     pool[r], pool_scale[:, r] = data and scales of row r's token, as its owner quantized them
 //
 // Work comes in items of two kinds, claimed in order through one counter each:
 //   tokens   ITEM_TOKENS received tokens, in the order of the receive buffer (the lowest local expert that needs a
@@ -24,8 +21,7 @@
 // peer is waited for: all have published their tokens before this launch.
 //
 // The words decide when a row is read, never what it holds: the same bits whoever wrote it. Padding rows are not
-// written. A forward that was given up has no tiles and no tokens, and so no items; a backward has its forward's plan,
-// and its rows become NaN.
+// written. A call that was given up has no tiles and no tokens, and so no items.
 
 constexpr int ITEM_TOKENS = 4;
 constexpr int ITEM_ROWS = 8;
@@ -37,21 +33,19 @@ constexpr u32 POLL_NS = 64;
 static_assert(2 * PART_BLOCKS == 32, "a lane moves one scale of a part");
 
 struct Dispatch {
-    const unsigned char* local;   // (T, row_bytes), this rank's tokens
-    const unsigned char* remote;  // (T_max, row_bytes), this rank's symmetric buffer: rank r's is delta[r] bytes away
-    const float* local_scale;     // (T, blocks), this and all other scales only where SCALED
-    const float* remote_scale;    // (T_max, blocks), symmetric
+    const unsigned char* local;   // (T, H) e4m3, this rank's tokens
+    const unsigned char* remote;  // (T_max, H), this rank's symmetric buffer: rank r's is delta[r] bytes away
+    const float* local_scale;     // (T, ⌈H/128⌉)
+    const float* remote_scale;    // (T_max, ⌈H/128⌉), symmetric
     const long long* delta;       // (W)
-    unsigned char* pool;          // (P, row_bytes)
-    float* pool_scale;            // (blocks, P)
-    unsigned char* keep;          // (received tokens, row_bytes), or 0; 0 where SCALED
+    unsigned char* pool;          // (P, H)
+    float* pool_scale;            // (⌈H/128⌉, P)
     const int* row_source;        // (P), slot_row, recv_token, recv_count: see RoutingPlan
     const int* slot_row;
     const int* recv_token;
     const int* recv_count;
     u32* progress;  // counters of rows and of tokens, then from WORDS_AT on words of rows, then of groups; 0 at first
-    bool given_up;  // rows are NaN then; false where SCALED
-    int row_bytes, blocks, pool_rows, used_rows, max_tokens, top_k;
+    int hidden, blocks, pool_rows, used_rows, max_tokens, top_k;
 
     static constexpr u32 TOKENS_AT = 32, WORDS_AT = 64;
 
@@ -80,34 +74,23 @@ struct Part {
 
     // Lanes past the end load what is there: a value under a condition would keep its registers all the time.
     DEVICE void load(const Dispatch& d, const Source& first, const Source& second) {
-        if (SCALED)
-            scale = load_float((lane_id() < PART_BLOCKS ? first.scale : second.scale) + min(block, d.blocks - 1));
+        scale = load_float((lane_id() < PART_BLOCKS ? first.scale : second.scale) + min(block, d.blocks - 1));
 #pragma unroll
         for (int i = 0; i < PART_LOADS; ++i) {
-            const int at = min(byte + i * 512, d.row_bytes - 16);
+            const int at = min(byte + i * 512, d.hidden - 16);
             words[0][i] = load_words(first.data + at);
             words[1][i] = load_words(second.data + at);
         }
-        if (!SCALED && d.given_up)
-#pragma unroll
-            for (int i = 0; i < PART_LOADS; ++i)
-#pragma unroll
-                for (u32 j = 0; j < 4; ++j) words[0][i].at[j] = words[1][i].at[j] = ~0u;
     }
 
     template <int WHICH>
     DEVICE void store(const Dispatch& d, int row) const {
-        if (SCALED && lane_id() / PART_BLOCKS == WHICH && block < d.blocks)
+        if (lane_id() / PART_BLOCKS == WHICH && block < d.blocks)
             store_float(d.pool_scale + u64(block) * d.pool_rows + row, scale);
-        store_data<WHICH>(d, d.pool, row);
-    }
-
-    template <int WHICH>
-    DEVICE void store_data(const Dispatch& d, unsigned char* rows, int row) const {
-        unsigned char* const to = rows + u64(row) * d.row_bytes + byte;
+        unsigned char* const to = d.pool + u64(row) * d.hidden + byte;
 #pragma unroll
         for (int i = 0; i < PART_LOADS; ++i)
-            if (i * 512 < d.row_bytes - byte) store_words(to + i * 512, words[WHICH][i]);
+            if (i * 512 < d.hidden - byte) store_words(to + i * 512, words[WHICH][i]);
     }
 
     // To the row of every lane that has one, of which there is at least one: a loop that might not run would
@@ -139,7 +122,7 @@ struct Token {
     }
     DEVICE Source source(const Dispatch& d) const {
         const u64 token = flat % d.max_tokens;
-        return Source{d.remote + away + token * d.row_bytes, d.remote_scale + away / 4 + token * d.blocks};
+        return Source{d.remote + away + token * d.hidden, d.remote_scale + away / 4 + token * d.blocks};
     }
     // Of slot k, in lane k; none is -1.
     DEVICE int row(const Dispatch& d) const {
@@ -160,13 +143,9 @@ DEVICE void move_tokens(const Dispatch& d, u32 item) {
         const int first_row = first.row(d), second_row = second.row(d);
         const Source from = first.source(d), other = second.source(d);
 #pragma unroll 1
-        for (int part = 0; part * PART < d.row_bytes; ++part) {
+        for (int part = 0; part * PART < d.hidden; ++part) {
             Part moving(part);
             moving.load(d, from, other);
-            if (!SCALED && d.keep != nullptr) {
-                moving.store_data<0>(d, d.keep, begin + i);
-                moving.store_data<1>(d, d.keep, begin + min(i + 1, count - 1));
-            }
             moving.store_all<0>(d, first_row);
             moving.store_all<1>(d, second_row);
         }
@@ -184,10 +163,10 @@ DEVICE void move_rows(const Dispatch& d, u32 item) {
         const int second = left != 0 ? __ffs(left) - 1 : first;  // the same row twice, where one is left
         left &= left - 1;
         const u64 a = __shfl_sync(~0u, source, first), b = __shfl_sync(~0u, source, second);
-        const Source from{d.local + a * d.row_bytes, d.local_scale + a * d.blocks};
-        const Source other{d.local + b * d.row_bytes, d.local_scale + b * d.blocks};
+        const Source from{d.local + a * d.hidden, d.local_scale + a * d.blocks};
+        const Source other{d.local + b * d.hidden, d.local_scale + b * d.blocks};
 #pragma unroll 1
-        for (int part = 0; part * PART < d.row_bytes; ++part) {
+        for (int part = 0; part * PART < d.hidden; ++part) {
             Part moving(part);
             moving.load(d, from, other);
             moving.store<0>(d, begin + first);

@@ -7,7 +7,6 @@
 // two weight blocks, so that between products nothing comes from farther away than shared memory.
 
 constexpr u32 ROW_SCALES_BYTES = ROWS * 4;
-constexpr bool SCALED = true;  // rows travel with their scales (dispatch.cuh)
 
 // What a launch multiplies. Several segments of K are separate matrices whose products add up.
 struct Problem {

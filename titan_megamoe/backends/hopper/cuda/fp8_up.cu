@@ -43,9 +43,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_up(
         const auto nothing_more = [](const Tile&, Position&) {};
 #ifdef DISPATCH
         const int used_rows = ROWS * __ldg(num_tiles);
-        const Dispatch d{local,      remote,     local_scale, remote_scale, delta,      pool,     pool_scale,
-                         nullptr,    row_source, slot_row,    recv_token,   recv_count, progress, false,
-                         hidden,     k_blocks,   pool_rows,   used_rows,    max_tokens, top_k};
+        const Dispatch d{local,      remote,   local_scale, remote_scale, delta,     pool,
+                         pool_scale, row_source, slot_row,  recv_token,   recv_count, progress,
+                         hidden,     k_blocks, pool_rows,   used_rows,    max_tokens, top_k};
         const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         if (warp == WARPS) {
             Written written{d};

@@ -105,10 +105,6 @@ DEVICE u64 operand(u32 address) {
     return u64((address & 0x3FFFF) >> 4) | u64(1024 >> 4) << 32 | u64(1) << 62;
 }
 
-// The same, of 64 rows of K: rows of 128 bytes along N (64 columns of bf16), the next 64 columns `next_columns` bytes
-// away. The next 16 of K are at + 128.
-DEVICE u64 operand_along_n(u32 address, u32 next_columns) { return operand(address) | u64(next_columns >> 4) << 16; }
-
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
@@ -146,30 +142,6 @@ DEVICE void wgmma_m64n128k32(float (&d)[64], u64 a, u64 b, u32 add) {
         "}"
         : REGISTERS_16(d, 0), REGISTERS_16(d, 16), REGISTERS_16(d, 32), REGISTERS_16(d, 48)
         : "l"(a), "l"(b), "r"(add));
-}
-
-// left | right (64 × 256, fp32) = a (64 × 16) · b, both bf16; added to them if `add`. b is 256 rows along K, or with
-// ALONG_N 16 rows along N. left and right as d above, of the first and of the last 128 columns.
-template <bool ALONG_N>
-DEVICE void wgmma_m64n256k16(float (&left)[64], float (&right)[64], u64 a, u64 b, u32 add) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-        "}, %128, %129, p, 1, 1, 0, %131;\n"
-        "}"
-        : REGISTERS_16(left, 0), REGISTERS_16(left, 16), REGISTERS_16(left, 32), REGISTERS_16(left, 48),
-          REGISTERS_16(right, 0), REGISTERS_16(right, 16), REGISTERS_16(right, 32), REGISTERS_16(right, 48)
-        : "l"(a), "l"(b), "r"(add), "n"(ALONG_N ? 1 : 0));
 }
 
 // --- global memory that several blocks of a launch share --------------------------------------------------
@@ -297,12 +269,6 @@ DEVICE void load_transposed(u32 (&d)[4], u32 address) {
                  : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
                  : "r"(address)
                  : "memory");
-}
-
-// The other way round, without transposing: of block i lane t gives d[i], row t / 4, columns 2·(t mod 4) and the next.
-DEVICE void store_matrices(u32 address, const u32 (&d)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(d[0]),
-                 "r"(d[1]), "r"(d[2]), "r"(d[3]) : "memory");
 }
 
 DEVICE float exp2_approx(float x) {
