@@ -21,7 +21,7 @@ text() {
     fi
 }
 
-ALL=mega_moe,mega_moe@fp8,mega_moe@fp8/fp8,mega_moe@fp8_bwd,torchtitan+compile,deepep+compile:48,deep_gemm
+ALL=mega_moe,mega_moe@fp8,mega_moe@fp8/bf16,mega_moe@fp8_bwd,torchtitan+compile,deepep+compile:48,deep_gemm
 OURS=mega_moe,mega_moe@fp8,torchtitan+compile,deepep+compile:48
 
 tests() {
@@ -41,13 +41,13 @@ steps_235b() { bench compare step_235b_2gpu.json train_configs/qwen3_235b_a22b/2
 curves() {
     text && bench curves curves_30b_precisions.json --dataset "$TEXT" --steps 200 \
         "$jobs"/2gpu_curves/{torchtitan,mega_moe_bf16,mega_moe_fp8,mega_moe_fp8_bwd}.toml \
-        "$jobs/2gpu_curves/mega_moe_fp8.toml:mega_moe.wgrad_precision=fp8" &&
+        "$jobs/2gpu_curves/mega_moe_fp8.toml:mega_moe.wgrad_precision=bf16" &&
         bench curves curves_30b_stock.json --dataset "$TEXT" --steps 50 \
             "$jobs"/2gpu/{torchtitan,torchtitan,mega_moe_bf16}.toml
 }
 wgrad() { # which weight gradients `fp8` should have, by time; `curves` says it by loss
     bench compare step_30b_wgrad.json "$jobs/2gpu/mega_moe_fp8.toml" \
-        "$jobs/2gpu/mega_moe_fp8.toml:mega_moe.wgrad_precision=fp8"
+        "$jobs/2gpu/mega_moe_fp8.toml:mega_moe.wgrad_precision=bf16"
 }
 soak() {
     bench soak soak_bf16.json --ranks 2 --steps 1000 && bench soak soak_fp8.json --ranks 2 --steps 1000 --precision fp8

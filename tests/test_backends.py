@@ -111,6 +111,22 @@ def test_a_bad_option_is_named_when_the_config_is_made(options, message) -> None
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("options", "wgrad"),
+    [
+        ({}, "bf16"),
+        ({"precision": "fp8"}, "fp8"),
+        ({"precision": "fp8_bwd"}, "bf16"),
+        ({"precision": "fp8", "wgrad_precision": "bf16"}, "bf16"),
+        ({"precision": "fp8_bwd", "wgrad_precision": "fp8"}, "fp8"),
+    ],
+)
+def test_weight_gradients_are_not_in_the_precision_asked_for(options, wgrad) -> None:
+    config = MegaMoEConfig(**options)
+    assert config.wgrad_precision == wgrad
+    assert MegaMoEConfig.from_text(config.text).wgrad_precision == wgrad
+
+
 def test_a_config_survives_its_trip_through_the_custom_op() -> None:
     config = MegaMoEConfig(backend="reference", precision="fp8", wgrad_precision="fp8", timeout_s=7.5)
     assert MegaMoEConfig.from_text(config.text) == config

@@ -18,6 +18,7 @@ from titan_megamoe.testing.oracle import (
     compare,
     moe_oracle,
     stock_bf16_error,
+    tipped_results,
 )
 from titan_megamoe.testing.problems import Problem, assemble, run_rank, tensors
 
@@ -87,9 +88,7 @@ def check(result: OracleResult, problem: Problem, config: MegaMoEConfig) -> None
     if precision == "bf16":
         assert_within(errors, stock_error(problem), factor=1.1)
         return
-    tipped: tuple[str, ...] = ("y", "dx") if config.backend == "fused" else ()
-    if tipped and config.wgrad_precision == "fp8":
-        tipped += "dw1", "dw3", "dw2"
+    tipped = tipped_results(config.backend, config.wgrad_precision)
     assert_within(errors, {name: KERNELS_LIMIT if name in tipped else EMULATION_LIMIT for name in errors})
     exact, stock = oracle(problem, "bf16"), stock_error(problem)
     emulation = compare(own, exact)

@@ -15,11 +15,20 @@ from .errors import ConfigError
 
 BACKENDS = ("auto", "reference", "all_to_all", "deepep", "fused")
 PRECISIONS = ("bf16", "fp8", "fp8_bwd", "mxfp8")
-WGRAD_PRECISIONS = ("bf16", "fp8")
+WGRAD_PRECISIONS = ("auto", "bf16", "fp8")
 SUMS = ("fp32", "bf16")
 
 ROUTED_ROWS_FACTOR = 2.0
 """Default of `max_routed_rows`: this many times the balanced load max_tokens_per_rank · K."""
+
+
+def default_wgrad_precision(precision: str) -> str:
+    """The weight gradients' operands where a job does not choose: fp8 with precision `fp8`, else bf16.
+
+    In fp8 they train as well, take as long a step at Qwen3-30B's width, a shorter one at 235B's and need less
+    memory (docs/report.md). With `fp8_bwd` that has not been compared.
+    """
+    return "fp8" if precision == "fp8" else "bf16"
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,8 @@ class MegaMoEConfig:
             any other name runs that backend or raises `UnsupportedError` with the reason.
         precision: `bf16`, `fp8` (e4m3, activations 1×128, weights 128×128), `fp8_bwd` (bf16 forward, fp8
             backward) or `mxfp8` (Blackwell; not available yet).
-        wgrad_precision: operands of the weight-gradient GEMMs when the backward is fp8.
+        wgrad_precision: operands of the weight-gradient GEMMs, `bf16` or, when the backward is fp8, `fp8`.
+            `auto` becomes what `default_wgrad_precision` says.
         max_tokens_per_rank: bound on a rank's T, in tokens. 0: no bound for unfused backends; the fused
             backend takes the first call's largest T.
         max_routed_rows: bound on the rows R that a rank of the fused backend computes at once, in rows: more
@@ -48,7 +58,7 @@ class MegaMoEConfig:
 
     backend: str = "auto"
     precision: str = "bf16"
-    wgrad_precision: str = "bf16"
+    wgrad_precision: str = "auto"
     max_tokens_per_rank: int = 0
     max_routed_rows: int = 0
     comm_sms: int = 0
@@ -70,6 +80,8 @@ class MegaMoEConfig:
                 raise ConfigError(
                     f"MegaMoEConfig.{name} is {value!r}; it must be one of {', '.join(allowed)}."
                 )
+        if self.wgrad_precision == "auto":
+            object.__setattr__(self, "wgrad_precision", default_wgrad_precision(self.precision))
         for name in ("max_tokens_per_rank", "max_routed_rows", "comm_sms", "reserved_sms"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:

@@ -58,7 +58,7 @@ def test_a_wrong_layer_or_another_routing_is_measured(cpu: Setting, routing: str
     ("precision", "ideal"), [("fp8", [1.5, 2.0 + 3.0]), ("fp8_bwd", [3.0, 2.0 + 3.0]), ("bf16", [3.0, 7.0])]
 )
 def test_fp8_is_held_against_gemms_of_another_precision(cpu: Setting, precision, ideal) -> None:
-    made = _measured(cpu, f"reference@{precision}")
+    made = _measured(cpu, f"reference@{precision}" + ("/bf16" if precision == "fp8" else ""))
     assert [r["precision"] for r in made] == [precision] * 2
     assert [r["ideal_ms"] for r in made] == ideal
     assert MEASURED.ideal_ms("backward", 0.0, precision) == ideal[1]
@@ -80,11 +80,11 @@ def test_quantizing_weights_is_hidden_or_counted_twice(cpu: Setting, monkeypatch
         return right(setting, replace(config, backend="reference"))
 
     monkeypatch.setattr(implementations, "_ours", as_if_fused)
-    fused = build("mega_moe@fp8", cpu)
+    fused = build("mega_moe@fp8/bf16", cpu)
     assert (fused.impl, fused.precision) == ("mega_moe", "fp8") and fused.quantize is not None
     assert build("mega_moe", cpu).quantize is None
     monkeypatch.setattr(layer, "build", lambda *_: replace(fused, quantize=lambda: quantized.append(1)))
-    made = _measured(cpu, "mega_moe@fp8")
+    made = _measured(cpu, "mega_moe@fp8/bf16")
     assert [r["phase"] for r in made] == ["forward", "backward", "weight_quant"] and quantized == [1]
     wanted = workspace_bytes(
         world=1, max_tokens_per_rank=TOKENS, top_k=SHAPE.top_k, hidden=SHAPE.hidden, precision="fp8"
@@ -109,9 +109,9 @@ def test_weight_gradients_in_fp8_are_measured_in_bf16_or_not_recorded(cpu: Setti
         return right(setting, replace(config, backend="reference"))
 
     monkeypatch.setattr(implementations, "_ours", as_if_fused)
-    fused = replace(build("mega_moe@fp8/fp8", cpu), quantize=None)
+    fused = replace(build("mega_moe@fp8", cpu), quantize=None)
     monkeypatch.setattr(layer, "build", lambda *_: fused)
-    made = _measured(cpu, "mega_moe@fp8/fp8")
+    made = _measured(cpu, "mega_moe@fp8")
     assert seen == [("fp8", "fp8")]
     assert {(r["precision"], r["wgrad_precision"]) for r in made} == {("fp8", "fp8")}
     assert "ideal_ms" in made[0] and "ideal_ms" not in made[1]

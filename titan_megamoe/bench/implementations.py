@@ -66,7 +66,7 @@ class Implementation:
 def build(label: str, setting: Setting) -> Implementation:
     """The implementation of that name.
 
-    mega_moe, mega_moe@fp8: the fused backend; mega_moe@fp8/fp8: with fp8 weight gradients too;
+    mega_moe, mega_moe@fp8: the fused backend; mega_moe@fp8/bf16: with bf16 weight gradients;
     mega_moe+expand@fp8: with one of TRIALS, which the record's `impl` names too. all_to_all:
     ours, unfused. torchtitan, torchtitan+compile: stock all-to-all. deepep:24, deepep+compile:24:
     TorchTitan's DeepEP block. deep_gemm: fp8, forward only.
@@ -87,10 +87,12 @@ def build(label: str, setting: Setting) -> Implementation:
                 setting.config,
                 backend=backend,
                 precision=precision or "bf16",
-                wgrad_precision=wgrad or "bf16",
+                wgrad_precision=wgrad or "auto",
             )
             forward = _ours(setting, config)
-            made = Implementation(label, name, config.precision, forward, wgrad_precision=wgrad or "bf16")
+            made = Implementation(
+                label, name, config.precision, forward, wgrad_precision=config.wgrad_precision
+            )
             if name == "mega_moe":
                 forward = _with_trials(made.forward, trials)
                 made = replace(made, impl="+".join([name, *trials]), forward=forward)

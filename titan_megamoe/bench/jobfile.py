@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..config import default_wgrad_precision
 from ..errors import ConfigError
 from .shapes import SHAPES, LayerShape
 
@@ -125,6 +126,7 @@ def read_job(path: str | Path, overrides: Sequence[str] = ()) -> JobFacts:
     parallelism, section = table.get("parallelism", {}), table.get("mega_moe", {})
     shape, layers = _flavor(str(model.get("flavor", "debugmodel")), path)
     impl, precision = _implementation(list(model.get("converters", [])), section)
+    wgrad = section.get("wgrad_precision", "auto") if impl != "torchtitan" else "auto"
     return JobFacts(
         model=shape,
         layers=layers,
@@ -141,7 +143,7 @@ def read_job(path: str | Path, overrides: Sequence[str] = ()) -> JobFacts:
         precision=precision,
         num_sms=section.get("comm_sms", 0) if impl not in ("torchtitan", "mega_moe") else 0,
         reserved_sms=section.get("reserved_sms", 0) if impl != "torchtitan" else 0,
-        wgrad_precision=section.get("wgrad_precision", "bf16") if impl != "torchtitan" else "bf16",
+        wgrad_precision=default_wgrad_precision(precision) if wgrad == "auto" else wgrad,
     )
 
 

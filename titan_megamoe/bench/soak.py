@@ -28,7 +28,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ..errors import ConfigError
-from ..testing.oracle import EMULATION_LIMIT, KERNELS_LIMIT, LIMIT_OVER_STOCK, RESULT_NAMES
+from ..testing.oracle import (
+    EMULATION_LIMIT,
+    KERNELS_LIMIT,
+    LIMIT_OVER_STOCK,
+    RESULT_NAMES,
+    tipped_results,
+)
 from ..testing.ranks import RankError, RankPool
 from ..testing.soak import SUMS, Part, Soak, part, repeat
 from . import records
@@ -156,6 +162,7 @@ def _joined(made: Sequence[Part]) -> Part:
 def accuracy(samples: Sequence[Sequence[Sequence[float]]], soak: Soak) -> dict[str, Accuracy]:
     """Errors of every result from the squared norms of all samples, (n, 6, SUMS)."""
     found = {}
+    tipped = tipped_results(soak.backend, soak.config.wgrad_precision)
     for at, name in enumerate(RESULT_NAMES):
         rows = [dict(zip(SUMS, sample[at], strict=True)) for sample in samples]
         total = {key: sum(row[key] for row in rows) for key in SUMS}
@@ -165,10 +172,9 @@ def accuracy(samples: Sequence[Sequence[Sequence[float]]], soak: Soak) -> dict[s
         if soak.precision == "bf16":
             found[name] = Accuracy(error, limit, worst)
         else:
-            tipped = soak.backend == "fused" and name in ("y", "dx")
             found[name] = Accuracy(
                 error, limit, worst, _ratio(total["ours to emulation"], total["emulation"]),
-                KERNELS_LIMIT if tipped else EMULATION_LIMIT,
+                KERNELS_LIMIT if name in tipped else EMULATION_LIMIT,
             )  # fmt: skip
     return found
 

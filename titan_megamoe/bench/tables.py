@@ -17,8 +17,8 @@ _NAMES = {
 def name_of(r: dict[str, Any]) -> str:
     name = _NAMES.get(r["impl"], r["impl"])
     details = [r["precision"].replace("_", " ")]
-    if r.get("wgrad_precision", "bf16") != "bf16":
-        details.append(f"weight gradients {r['wgrad_precision']}")
+    if r["impl"] in ("mega_moe", "reference") and r["precision"] in ("fp8", "fp8_bwd"):
+        details.append(f"dW in {r.get('wgrad_precision', 'bf16')}")
     if r.get("num_sms"):
         details.append(f"{r['num_sms']} SMs")
     if r.get("compile"):

@@ -90,7 +90,7 @@ def _check(args: argparse.Namespace, known: list[dict[str, Any]], console: Conso
     for residual in check.residuals(known):
         r, p = residual.record, residual.prediction
         name = f"{r['source']}: {r['model']} {r['layers']} layers, {r['gpus']} GPUs, "
-        name += f"{r['impl']} {r['precision']}" + ("" if r["compile"] else ", eager")
+        name += f"{r['impl']} {r['precision']}" + check.details(r)
         if p is None:
             table.add_row(name, f"{r['step_s_mean']:.3f}", "", "", residual.words)
             continue

@@ -51,7 +51,14 @@ def facts_of(record: Mapping[str, Any]) -> JobFacts:
         precision=record["precision"],
         num_sms=record.get("num_sms", 0),
         reserved_sms=record.get("reserved_sms", 0),
+        wgrad_precision=record.get("wgrad_precision", "bf16"),
     )
+
+
+def details(record: Mapping[str, Any]) -> str:
+    """What else tells a step from another one, as the end of its name."""
+    wgrad = record.get("wgrad_precision", "bf16")
+    return ("" if wgrad == "bf16" else f", dW in {wgrad}") + ("" if record["compile"] else ", eager")
 
 
 def residuals(records: Iterable[Mapping[str, Any]]) -> list[Residual]:
@@ -117,6 +124,7 @@ def to_record(prediction: Prediction) -> dict[str, Any]:
         "ac": facts.ac,
         "compile": facts.compile,
         "num_sms": facts.num_sms,
+        **({"wgrad_precision": facts.wgrad_precision} if facts.wgrad_precision != "bf16" else {}),
         "step_s_mean": round(step.seconds, 4),
         "step_s_half_range": round(step.half_range, 4),
         "tokens_per_s_per_gpu": round(prediction.tokens_per_s_per_gpu, 1),

@@ -72,13 +72,13 @@ class Layers:
 
     def time(
         self, model: str, shape: LayerShape, impl: str, precision: str, tokens: int, ep: int, compiled: bool,
-        num_sms: int, cluster: Cluster,
+        num_sms: int, cluster: Cluster, wgrad: str = "bf16",
     ) -> LayerTime:  # fmt: skip
         """One layer of `tokens` T a rank at that EP degree.
 
         Raises ConfigError where there is no record to start from; the message has the command that makes one.
         """
-        found = self._pair(model, impl, precision, tokens, ep, compiled, num_sms)
+        found = self._pair(model, impl, precision, tokens, ep, compiled, num_sms, wgrad)
         if found is not None:
             return self._carried(found, shape, impl, tokens, ep, cluster)
         if impl == "all_to_all":  # the same exchange and the same GEMMs as TorchTitan's
@@ -115,14 +115,23 @@ class Layers:
         return ZERO, ZERO
 
     def _pair(
-        self, model: str, impl: str, precision: str, tokens: int, ep: int, compiled: bool, num_sms: int
+        self,
+        model: str,
+        impl: str,
+        precision: str,
+        tokens: int,
+        ep: int,
+        compiled: bool,
+        num_sms: int,
+        wgrad: str,
     ) -> Sequence[Mapping[str, Any]] | None:
         """Forward and backward records that fit best, both of one run."""
         runs: dict[Any, dict[str, Mapping[str, Any]]] = {}
         for r in self.records:
             fits = r["model"] == model and r["impl"] == impl and r["precision"] == precision
             if fits and r["routing"] in ("uniform", "unknown"):
-                setting = (r.get("run"), r["tokens"], r["ep"], r["compile"], r["num_sms"], r["router"])
+                setting = (r.get("run"), r["tokens"], r["ep"], r["compile"], r["num_sms"], r["router"],
+                           r.get("wgrad_precision", "bf16"))  # fmt: skip
                 runs.setdefault(setting, {})[r["phase"]] = r
         pairs = [(v["forward"], v["backward"]) for v in runs.values() if {"forward", "backward"} <= set(v)]
         if not pairs:
@@ -132,6 +141,7 @@ class Layers:
             r = pair[0]
             return (
                 abs(math.log2(r["ep"] / ep)), abs(math.log2(r["tokens"] / tokens)), r["router"],
+                r.get("wgrad_precision", "bf16") != wgrad,
                 bool(num_sms) and r["num_sms"] != num_sms, r["compile"] != compiled,
                 sum(p["ms_median"] for p in pair),
             )  # fmt: skip

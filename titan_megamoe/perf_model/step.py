@@ -118,7 +118,7 @@ def _layer(facts: JobFacts, layers: Layers, cluster: Cluster) -> LayerTime:
     impl = "mega_moe" if facts.impl == "auto" else facts.impl
     return layers.time(
         facts.model.name, facts.model.layer, impl, facts.precision, tokens, facts.ep, facts.compile,
-        facts.num_sms, cluster,
+        facts.num_sms, cluster, facts.wgrad_precision,
     )  # fmt: skip
 
 

@@ -36,6 +36,13 @@ not: √(2·3.5² + 3·1.7²) = 5.8e-3. dW2 in fp8 also has gate and up as they 
 seen on GPUs: 6.04e-3, dW2 of experts with 0 to 129 rows."""
 
 
+def tipped_results(backend: str, wgrad_precision: str) -> tuple[str, ...]:
+    """The results that `KERNELS_LIMIT` is for."""
+    if backend != "fused":
+        return ()
+    return ("y", "dx", "dw1", "dw3", "dw2") if wgrad_precision == "fp8" else ("y", "dx")
+
+
 @dataclass(frozen=True)
 class OracleResult:
     """y and the gradients; the gradients are None when no dy was given."""

@@ -246,7 +246,9 @@ def _errors(
     stock = stock_bf16(x, ids, weights, w1, w3, w2, dy)
     emulation = exact
     if soak.precision != "bf16":
-        emulation = moe_oracle(x, ids, weights, w1, w3, w2, dy, get_recipe(soak.precision))
+        emulation = moe_oracle(
+            x, ids, weights, w1, w3, w2, dy, get_recipe(soak.precision, soak.config.wgrad_precision)
+        )
     before = sum(i.x.shape[0] for i in everyone[:rank])
     tokens = slice(before, before + everyone[rank].x.shape[0])
     rows = []

@@ -19,8 +19,9 @@ class MegaMoE:
     precision: str = "bf16"
     """bf16, fp8, fp8_bwd (bf16 forward, fp8 backward) or mxfp8."""
 
-    wgrad_precision: str = "bf16"
-    """Operands of the weight-gradient GEMMs when the backward is fp8: bf16 or fp8."""
+    wgrad_precision: str = "auto"
+    """Operands of the weight-gradient GEMMs: bf16, fp8 (when the backward is fp8), or auto: fp8 with
+    precision fp8, else bf16."""
 
     max_tokens_per_rank: int = 0
     """Bound on a rank's tokens. 0: the job's local_batch_size * seq_len / cp degree."""

@@ -32,7 +32,7 @@ class MegaMoEConverter(ModelConfigConverter):
 
         backend: str = "auto"
         precision: str = "bf16"
-        wgrad_precision: str = "bf16"
+        wgrad_precision: str = "auto"
         max_tokens_per_rank: int = 0
         max_routed_rows: int = 0
         comm_sms: int = 0
