@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -364,7 +365,31 @@ def deep_gemm_calls(
             continue
         calls[f"{name}, deep_gemm, bound 2x"] = call(twice, weight, out, bound)
         calls[f"{name}, deep_gemm, ends, bound 2x"] = call(twice, weight, out, ends, use_psum_layout=True)
-    return calls
+    return calls | deep_gemm_weight_gradients(deep_gemm, experts)
+
+
+def deep_gemm_weight_gradients(deep_gemm: Any, experts: Experts) -> dict[str, Callable[[], Any]]:
+    """deep_gemm's k-grouped GEMM, which adds to fp32 gradients; for dW1 and dW3 it is called twice."""
+    offs = experts.tiles.offs.tolist()
+    rows = [end - begin for begin, end in pairwise(offs)]
+    on_gpu = torch.tensor(rows, dtype=torch.int32, device="cuda")
+    used, h, i = offs[-1], experts.hidden, experts.intermediate
+
+    def operand(columns: int) -> tuple[Tensor, Tensor]:
+        data = torch.randn(used * columns, device="cuda", dtype=torch.bfloat16).to(torch.float8_e4m3fn)
+        return data, torch.rand(used // 128, columns, device="cuda").t()
+
+    def call(m: int, n: int, times: int) -> Callable[[], Any]:
+        a, b = operand(m), operand(n)
+        out = torch.zeros(len(rows), m, n, device="cuda")
+
+        def run() -> None:
+            for _ in range(times):
+                deep_gemm.k_grouped_fp8_gemm_nt_contiguous(a, b, out, rows, on_gpu, c=out)
+
+        return run
+
+    return {"dW2, deep_gemm, fp32": call(h, i, 1), "dW13, deep_gemm, fp32": call(i, h, 2)}
 
 
 def our_calls(experts: Experts, w13: QuantizedWeight, w2: QuantizedWeight) -> dict[str, Callable[[], Any]]:
@@ -446,6 +471,33 @@ DISPATCH_ABLATIONS: dict[str, list[tuple[str, str]]] = {
 """The same for dispatch inside GEMM1. Without waits rows may be read before they are written."""
 
 
+_EMPTY = "                barrier_wait(s.empty(at.stage), at.round ^ 1);\n"
+_FULL = "                const u32 full = s.full(at.stage), to = s.stage(at.stage), scales"
+_BOXES = " = s.scales(at.stage);\n                load_box(to, a, full, block * BLOCK, tile.row, segment);"
+_HALF = "                if (more_tiles && segment == 0 && block == p.k_blocks / 2) ready(next);\n"
+CANDIDATES: dict[str, list[tuple[str, str]]] = {
+    "tile ahead": [
+        (
+            "        ready(tile);\n        if (threadIdx.x != MATH_THREADS) continue;\n",
+            "        if (tiles.unit == int(blockIdx.x)) ready(tile);\n"
+            "        Tiles after = tiles;\n"
+            "        after.advance();\n"
+            "        const bool more_tiles = after.more();\n"
+            "        const Tile next = more_tiles ? after.tile() : tile;\n"
+            "        if (threadIdx.x != MATH_THREADS) {\n"
+            "            if (more_tiles) ready(next);\n"
+            "            continue;\n"
+            "        }\n",
+        ),
+        (_EMPTY + _FULL + _BOXES, _EMPTY + _HALF + _FULL + _BOXES),
+    ],
+}
+"""Other texts of the kernels with the same results, to be timed. "tile ahead": the filling warp looks up the
+next tile's expert while it fills this one, and waits for its rows (dispatch) in the middle of this one and
+not between the two, where finding all rows written costs 0.015 ms at 30B and 0.1 at 235B. Predicted: that
+much less with dispatch, nothing without (docs/design_fp8.md)."""
+
+
 @contextlib.contextmanager
 def source_with(changes: list[tuple[str, str]]) -> Iterator[None]:
     """Kernels launched inside are compiled from changed text."""
@@ -467,11 +519,19 @@ def source_with(changes: list[tuple[str, str]]) -> Iterator[None]:
         cuda_kernels._loaded.cache_clear()
 
 
+FILLED = ("fp8_up", "fp8_plain", "fp8_down_backward")
+"""Kernels whose text CANDIDATES change."""
+
+
 def compile_all() -> None:
-    """Every kernel, on all processors."""
+    """Every kernel, and the candidates, on all processors."""
     faulthandler.cancel_dump_traceback_later()  # there may be few
+    wanted = [(cuda_kernels.cuda_source(name), name, defines) for name, defines in VARIANTS]
+    for change in CANDIDATES.values():
+        with source_with(change):
+            wanted += [(cuda_kernels.cuda_source(n), n, defines) for n, defines in VARIANTS if n in FILLED]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(threads.map(lambda kernel: cached_cubin(cuda_kernels.cuda_source(kernel[0]), *kernel), VARIANTS))
+        list(threads.map(lambda kernel: cached_cubin(*kernel), wanted))
 
 
 def times_with(
@@ -574,6 +634,7 @@ def main() -> int:
         ours = our_calls(experts, w13, w2)
         times = times_of(ours | deep_gemm_calls(experts, w13, w2))
         gemms = {name: ours[name] for name in ("gemm1", "gemm2", "dgrad1")}
+        times |= times_with(CANDIDATES, gemms | {"dgrad2, columns": ours["dgrad2, columns"]})
         if options.ablate:
             times |= times_with(ABLATIONS, gemms)
         rows += results(model, experts, times)
@@ -584,11 +645,13 @@ def main() -> int:
         experts = make_experts(*MODELS[model], uniform_counts(), "cuda")
         w13, case = quantize_weights([experts.w1, experts.w3]), dispatch_case(experts)
         right &= check_dispatch(model, case, w13)
+        for what, change in CANDIDATES.items():
+            with source_with(change):
+                right &= check_dispatch(f"{model}, {what}", case, w13)
         if not options.skip_times:
-            calls = dispatch_calls(case, w13)
-            times = times_of(calls)
+            calls, inside = dispatch_calls(case, w13), "gemm1, with dispatch"
+            times = times_of(calls) | times_with(CANDIDATES, {inside: calls[inside]})
             if options.ablate:
-                inside = "gemm1, with dispatch"
                 times |= times_with(DISPATCH_ABLATIONS, {inside: calls[inside]})
             rows += results(model, experts, times)
         write(options.out, right, rows)

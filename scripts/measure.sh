@@ -4,7 +4,7 @@
 #   OUT=results scripts/measure.sh soak              into another folder
 #   TEXT=books.jsonl scripts/measure.sh curves       loss curves need text: JSON lines with a field text
 # Parts, each a few minutes: tests kernels stages layers steps steps_235b curves wgrad soak trace tokens routing single
-# rates many. Afterwards: python -m titan_megamoe.bench report
+# rates many profile. Afterwards: python -m titan_megamoe.bench report
 # COMMIT names the commit, where git does not know it. A part that fails is named at the end, and the others run.
 set -uo pipefail
 jobs=train_configs/qwen3_30b_a3b
@@ -51,6 +51,15 @@ wgrad() { # which weight gradients `fp8` should have, by time; `curves` says it 
 }
 soak() {
     bench soak soak_bf16.json --ranks 2 --steps 1000 && bench soak soak_fp8.json --ranks 2 --steps 1000 --precision fp8
+}
+profile() { # one step in fp8, kernel by kernel
+    local work
+    work=$(mktemp -d)
+    mkdir -p "$out/logs"
+    bench compare logs/step_profiled.json --steps 16 --work "$work" \
+        "$jobs/2gpu/mega_moe_fp8.toml:profiling.enable_profiling=true,profiling.profile_freq=14" &&
+        python scripts/step_gaps.py "$work"/dump/profile_traces/iteration_*/rank0_trace.json \
+            | tee "$out/logs/step_30b_fp8_profile.txt"
 }
 trace() { bench trace trace_30b.json --impls "$OURS"; }
 tokens() {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -106,6 +107,20 @@ def test_a_call_does_not_expand_as_it_is_told_or_has_more_slots_than_lanes(half,
     config = MegaMoEConfig(precision="fp8")
     assert backend.expands(SimpleNamespace(config=config, top_k=32)) is wanted
     assert backend.expands(SimpleNamespace(config=config, top_k=33))
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_a_candidate_of_the_script_gives_other_results(save, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
+    import fp8_check
+
+    for number, change in enumerate(fp8_check.CANDIDATES.values()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with fp8_check.source_with(change):
+            kernels.run_on_cpu(monkeypatch, folder)
+            for case in (make_case((40, 150), 0, 1, 1, 144), make_case((300, 233), 0, 2, 2, 400)):
+                check(case, save=save)
 
 
 def test_misfitting_tensors_are_misread_instead_of_refused():
