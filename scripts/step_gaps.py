@@ -4,9 +4,9 @@
 
 A trace comes from TorchTitan's own profiler: any job with --profiling.enable_profiling and
 --profiling.profile_freq=14 leaves one in its dump folder (`scripts/measure.sh profile` does it for the fp8
-step). Prints the span from the first kernel's start to the last one's end, the time in which any kernel or copy
-ran, the gaps longer than --gap-us by what ended before and began after them, what the host did at each end of
-the longest, and the kernels by their total time.
+step). Prints the span from the first kernel's start to the last one's end, the time in which any kernel or
+copy ran, the gaps longer than --gap-us by what ended before and began after them, what the host did at each
+end of the longest, and the kernels by their total time.
 """
 
 from __future__ import annotations
