@@ -519,6 +519,38 @@ def source_with(changes: list[tuple[str, str]]) -> Iterator[None]:
         cuda_kernels._loaded.cache_clear()
 
 
+@contextlib.contextmanager
+def wgrad_ring(ring: cuda_kernels.Ring) -> Iterator[None]:
+    """fp8_wgrad is compiled and launched with that ring inside."""
+    original = cuda_kernels.RINGS["fp8_wgrad"]
+
+    def take(ring: cuda_kernels.Ring) -> None:
+        cuda_kernels.RINGS["fp8_wgrad"] = ring
+        cuda_kernels.cuda_source.cache_clear()
+        cuda_kernels._loaded.cache_clear()
+
+    take(ring)
+    try:
+        yield
+    finally:
+        take(original)
+
+
+def check_wgrad(title: str, calls: dict[str, Callable[[], Any]]) -> bool:
+    """Every ring of fp8_wgrad gives the same bits."""
+    wanted, right = {name: call() for name, call in calls.items()}, True
+    for what, ring in cuda_kernels.WGRAD_RINGS.items():
+        with wgrad_ring(ring):
+            same = all(
+                torch.equal(a, b)
+                for name, call in calls.items()
+                for a, b in zip(call(), wanted[name], strict=True)
+            )
+        say(f"{title:<17} {'equal bit for bit' if same else 'DIFFERS'}: dW with {what}")
+        right &= same
+    return right
+
+
 FILLED = ("fp8_up", "fp8_plain", "fp8_down_backward")
 """Kernels whose text CANDIDATES change."""
 
@@ -530,6 +562,9 @@ def compile_all() -> None:
     for change in CANDIDATES.values():
         with source_with(change):
             wanted += [(cuda_kernels.cuda_source(n), n, defines) for n, defines in VARIANTS if n in FILLED]
+    for ring in cuda_kernels.WGRAD_RINGS.values():
+        with wgrad_ring(ring):
+            wanted += [(cuda_kernels.cuda_source(n), n, d) for n, d in VARIANTS if n == "fp8_wgrad"]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         list(threads.map(lambda kernel: cached_cubin(*kernel), wanted))
 
@@ -635,6 +670,11 @@ def main() -> int:
         times = times_of(ours | deep_gemm_calls(experts, w13, w2))
         gemms = {name: ours[name] for name in ("gemm1", "gemm2", "dgrad1")}
         times |= times_with(CANDIDATES, gemms | {"dgrad2, columns": ours["dgrad2, columns"]})
+        dw = {name: ours[name] for name in ("dW2", "dW13")}
+        right &= check_wgrad(model, dw)
+        for what, ring in cuda_kernels.WGRAD_RINGS.items():
+            with wgrad_ring(ring):
+                times |= times_of({f"{name}, {what}": call for name, call in dw.items()})
         if options.ablate:
             times |= times_with(ABLATIONS, gemms)
         rows += results(model, experts, times)

@@ -18,6 +18,7 @@ if shutil.which("g++") is None:
 
 from cuda_on_cpu import kernels
 
+from titan_megamoe.backends.hopper import cuda_kernels
 from titan_megamoe.backends.hopper.fp8_gemm import Fp8Rows, gemm_plain_fp8, gemm_up_fp8
 from titan_megamoe.backends.hopper.fp8_wgrad import Fp8Columns, wgrad_fp8
 from titan_megamoe.backends.hopper.tiles import tiles_from_counts
@@ -138,15 +139,26 @@ def test_no_tile_hangs():
     gemm_plain_fp8(h, w2.data, w2.scale, tiles)
 
 
+def use_ring(monkeypatch, folder, ring):
+    """From here on fp8_wgrad has that ring."""
+    monkeypatch.setitem(cuda_kernels.RINGS, "fp8_wgrad", cuda_kernels.WGRAD_RINGS[ring])
+    monkeypatch.setattr(cuda_kernels, "cuda_source", cuda_kernels.cuda_source.__wrapped__)
+    kernels.run_on_cpu(monkeypatch, folder)
+
+
 @pytest.mark.parametrize(
     ("m", "n", "counts", "dtype"),
     [
         (144, 400, [0, 130, 5, 0], torch.float32),
         (272, 16, [257, 128], torch.float32),
+        (400, 144, [130, 128], torch.bfloat16),
         (16, 272, [40, 300], torch.bfloat16),
     ],
 )
-def test_weight_gradient_loses_a_block_a_tile_or_a_scale(m, n, counts, dtype):
+@pytest.mark.parametrize("ring", [None, *cuda_kernels.WGRAD_RINGS])
+def test_weight_gradient_loses_a_block_a_tile_or_a_scale(m, n, counts, dtype, ring, tmp_path, monkeypatch):
+    if ring is not None:
+        use_ring(monkeypatch, tmp_path, ring)
     generator = torch.Generator().manual_seed(2)
     tiles = tiles_from_counts(counts, sum(counts) + 256, "cpu")
 
@@ -177,9 +189,9 @@ def test_weight_gradient_loses_a_block_a_tile_or_a_scale(m, n, counts, dtype):
     ("before", "after", "complaint"),
     [
         ("", "", None),
-        ("SCALES_BYTES / 3 * 2, full);", "SCALES_BYTES / 3, full);", "every thread waits"),
-        ("        wgmma_wait();\n        pin(product);\n        load_scales<0>(scale, left);",
-         "        load_scales<0>(scale, left);", "wrong result"),
+        ("SCALES_BYTES - ROW_SCALES_BYTES, full);", "ROW_SCALES_BYTES, full);", "every thread waits"),
+        ("            wgmma_wait();\n            pin(product);\n            load_scales<0>(scale, left);",
+         "            load_scales<0>(scale, left);", "wrong result"),
         ("matrix - expert * p.gradients, expert, first,", "matrix - expert * p.gradients, expert, 0,",
          "wrong result"),
     ],

@@ -47,7 +47,7 @@ alignas(1024) unsigned char shared[SHARED_SIZE];
 
 // --- fibers -----------------------------------------------------------------------------------------------
 
-constexpr int MAX_THREADS = 384;
+constexpr int MAX_THREADS = 512;
 static int block_threads;  // of this launch, whole warps
 static std::string error;
 static u64 progress;  // grows with everything that a waiting thread could wait for

@@ -19,34 +19,46 @@ from .gemm_common import GemmConfig, grid_size
 from .jit import Kernel, load_kernel, tensor_map
 from .jit.tensor_map import ROW_BYTES, TensorMap
 
-THREADS = 384
 COLUMN_BLOCK = 128
-"""Columns of a column block; a tile has two."""
+"""Columns of a column block."""
 STORE_ROWS = 16
-WARPS = 8
-"""Warps of a block that multiply."""
 
 
 class Ring(NamedTuple):
-    """How a kernel spends shared memory and registers.
+    """How a kernel spends threads, shared memory and registers.
 
     Attributes:
-        stages: of the ring; 48 KB of operands each.
+        stages: of the ring; 48 KB of operands each, of 128 rows and two column blocks.
         pieces: 2 KB of results a warp can have on their way out.
         scales: fp32 scales that come with a stage: of its rows, of its two weight blocks, and two unused.
-        registers: of a multiplying thread; the loading ones have 504 less twice that.
+        registers: of a multiplying thread; the loading ones have what is left.
+        warpgroups: that multiply, 64 rows of a tile each.
+        column_blocks: of a tile.
     """
 
     stages: int = 3
     pieces: int = 5
     scales: int = COLUMN_BLOCK + 4
     registers: int = 232
+    warpgroups: int = 2
+    column_blocks: int = 2
+
+    @property
+    def rows(self) -> int:
+        """Of a tile."""
+        return 64 * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        """Of a block: one warpgroup more, which loads."""
+        return 128 * (self.warpgroups + 1)
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block; SHARED_BYTES of cuda/ring.cuh."""
-        stage = 3 * COLUMN_BLOCK * ROW_BYTES + 4 * self.scales + 2 * 8
-        return self.stages * stage + WARPS * self.pieces * STORE_ROWS * ROW_BYTES
+        operands = (self.rows + self.column_blocks * COLUMN_BLOCK) * ROW_BYTES
+        results = 4 * self.warpgroups * self.pieces * STORE_ROWS * ROW_BYTES
+        return self.stages * (operands + 4 * self.scales + 2 * 8) + results
 
 
 RINGS = {
@@ -54,6 +66,13 @@ RINGS = {
     "fp8_wgrad": Ring(pieces=4, scales=3 * COLUMN_BLOCK),
 }
 """Of the kernels to which another ring than the default is better; docs/experiments_gemm.md."""
+
+WGRAD_RINGS = {
+    "three warpgroups": Ring(
+        stages=4, pieces=2, scales=5 * COLUMN_BLOCK // 2, registers=160, warpgroups=3, column_blocks=1
+    ),
+}
+"""Of fp8_wgrad, to be timed (scripts/fp8_check.py; docs/design_fp8.md)."""
 
 
 def ring(name: str) -> Ring:
@@ -72,7 +91,7 @@ PLAIN = {"fp8_columns": Block(256, 26_128)}
 
 
 def block(name: str) -> Block:
-    return PLAIN.get(name) or Block(THREADS, ring(name).shared_bytes)
+    return PLAIN.get(name) or Block(ring(name).threads, ring(name).shared_bytes)
 
 
 PARTS = {
@@ -94,11 +113,12 @@ def cuda_source(name: str) -> str:
         threads, shared_bytes = PLAIN[name]
         head = f"constexpr int HOST_THREADS = {threads}, HOST_SHARED_BYTES = {shared_bytes};"
         return "\n".join([head, *((folder / file).read_text() for file in ("ptx.cuh", *own))])
-    stages, pieces, scales, registers = sizes = ring(name)
+    stages, pieces, scales, registers, warpgroups, column_blocks = sizes = ring(name)
     head = (
         f"constexpr int STAGES = {stages}, PIECES = {pieces}, SCALES = {scales};\n"
+        f"constexpr int WARPGROUPS = {warpgroups}, COLUMN_BLOCKS = {column_blocks};\n"
         f"constexpr unsigned MATH_REGISTERS = {registers};\n"
-        f"constexpr int HOST_SHARED_BYTES = {sizes.shared_bytes};"
+        f"constexpr int HOST_THREADS = {sizes.threads}, HOST_SHARED_BYTES = {sizes.shared_bytes};"
     )
     files = ("ptx.cuh", "ring.cuh", "fp8_gemm.cuh", *own)
     return "\n".join([head, *((folder / file).read_text() for file in files)])

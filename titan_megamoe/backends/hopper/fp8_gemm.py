@@ -28,7 +28,7 @@ from .cuda_kernels import (
 from .fp8_dispatch import KINDS as DISPATCH_KINDS
 from .fp8_dispatch import Dispatch
 from .fp8_quantize import QuantizedWeight, check_fp8_dims
-from .fp8_wgrad import Fp8Columns
+from .fp8_wgrad import Fp8Columns, padded_columns
 from .gemm_common import check_matrix, check_pool
 from .jit.cache import has_cubin
 from .jit.compiler import FIX, find_nvcc, find_nvrtc
@@ -280,7 +280,7 @@ def gemm_down_backward_fp8(
     dgu16 = h_RI = dgu_columns = h_columns = scales = None
     written = ("WRITE_GRADS",) * need_grads + ("WRITE_H",) * need_h
     if columns and written:
-        scales = dy.scale.new_empty(3, rows // BLOCK, cdiv(intermediate, COLUMNS) * COLUMNS)
+        scales = dy.scale.new_empty(3, rows // BLOCK, padded_columns(intermediate))
         data = dy.data.new_empty(3 if need_grads else 1, intermediate, rows)
         dgu_columns = Fp8Columns(data[:2], scales[:2]) if need_grads else None
         h_columns = Fp8Columns(data[-1:], scales[2:]) if need_h else None
@@ -307,7 +307,7 @@ def gemm_down_backward_fp8(
             operand_map(dy.data), operand_map(w2.data_t), saved_map, store_map(dgu.data),
             grads_map, h_map, dy.scale, w2.scale_t, dgu.scale, weight_R, dw_parts, tiles.tile_expert,
             tiles.num_tiles, rows, intermediate, cdiv(hidden, BLOCK), experts, tiles.offs, tiles.counts,
-            scales, cdiv(intermediate, COLUMNS) * COLUMNS,
+            scales, padded_columns(intermediate),
         ),
         device, reserved_sms=reserved_sms, defines=defines,
     )  # fmt: skip

@@ -18,14 +18,14 @@ from torch import Tensor
 from ...errors import ConfigError
 from ...precision.quantize import BLOCK
 from ...routing import RoutingPlan
-from .cuda_kernels import launch, launch_blocks, operand_map, store_map
+from .cuda_kernels import box_map, launch, launch_blocks, operand_map, ring, store_map
 from .fp8_quantize import check_fp8_dims
 from .gemm_common import check_matrix, check_pool
 from .layout import cdiv
 from .tiles import BLOCK_M, PoolTiles
 
-COLUMNS = 256
-"""Columns of a tile of wgrad_fp8."""
+_TILES = (256, 192)
+"""Columns, and with three warpgroups rows, of a tile of wgrad_fp8, whose scales are loaded as a whole."""
 CHUNK = 4
 """Tiles of the pool that a block of fp8_columns takes."""
 GATHERED_BAND = 1
@@ -34,12 +34,17 @@ from memory for the first and found in L2 for the others if so many columns of a
 assert BLOCK == BLOCK_M
 
 
+def padded_columns(columns: int) -> int:
+    """Scales that a row of them has room for."""
+    return max(cdiv(columns, tile) * tile for tile in _TILES)
+
+
 class Fp8Columns(NamedTuple):
     """Columns over the pool's rows as e4m3 with one fp32 reciprocal scale per column and tile of the pool.
 
     Attributes:
         data: (S, N, P) e4m3; S matrices of the same rows. Columns of tiles that are not in use are undefined.
-        scale: (S, P / 128, ⌈N / 256⌉ · 256) fp32; what is past N is undefined.
+        scale: (S, P / 128, padded_columns(N)) fp32; what is past N is undefined.
     """
 
     data: Tensor
@@ -47,7 +52,7 @@ class Fp8Columns(NamedTuple):
 
     @staticmethod
     def empty(matrices: int, columns: int, rows: int, device: torch.device) -> Fp8Columns:
-        padded = cdiv(columns, COLUMNS) * COLUMNS
+        padded = padded_columns(columns)
         return Fp8Columns(
             torch.empty(matrices, columns, rows, dtype=torch.float8_e4m3fn, device=device),
             torch.empty(matrices, rows // BLOCK, padded, dtype=torch.float32, device=device),
@@ -112,7 +117,7 @@ def quantize_columns(
 def check_columns(name: str, x: Fp8Columns, matrices: int, columns: int, rows: int) -> None:
     """Raise ConfigError unless x holds `matrices` of (columns, rows)."""
     check_matrix(f"{name}.data", x.data, (matrices, columns, rows), torch.float8_e4m3fn)
-    padded = cdiv(columns, COLUMNS) * COLUMNS
+    padded = padded_columns(columns)
     check_matrix(f"{name}.scale", x.scale, (matrices, rows // BLOCK, padded), torch.float32)
 
 
@@ -156,8 +161,9 @@ def wgrad_fp8(
     launch(
         "fp8_wgrad", ("map",) * 4 + ("ptr",) * 3 + ("i32",) * 7,
         (
-            operand_map(a.data), operand_map(b.data), maps[0], maps[-1], a.scale, b.scale, tiles.offs,
-            rows // BLOCK, a.scale.shape[2], b.scale.shape[2], m, n, matrices, experts,
+            box_map(a.data, ring("fp8_wgrad").rows), operand_map(b.data), maps[0], maps[-1],
+            a.scale, b.scale, tiles.offs, rows // BLOCK, a.scale.shape[2], b.scale.shape[2], m, n,
+            matrices, experts,
         ),
         device, reserved_sms=reserved_sms, defines=("FP32",) * (dtype == torch.float32),
     )  # fmt: skip

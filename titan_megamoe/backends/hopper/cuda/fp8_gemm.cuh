@@ -99,7 +99,7 @@ struct Stage {
 
     DEVICE void open(const Shared& s, const Position& at, u32 group, u32 row) {
         barrier_wait(s.full(at.stage), at.round);
-        a = operand(s.stage(at.stage) + group * (MATRIX_BYTES / 2));
+        a = operand(s.stage(at.stage) + group * (MATRIX_BYTES / WARPGROUPS));
         b = operand(s.stage(at.stage) + MATRIX_BYTES);
         upper = load_shared(s.scales(at.stage) + 4 * row);
         lower = load_shared(s.scales(at.stage) + 4 * row + 32);

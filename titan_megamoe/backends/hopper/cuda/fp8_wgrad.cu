@@ -5,10 +5,10 @@
 // over the blocks t of 128 pool rows that are the expert's; see ring.cuh for the roles. a and b lie with the tokens
 // contiguous; their padding rows are 0. With two matrices in a there are two gradients (dW1 and dW3 from dg and du).
 //
-// Tiles of 128 rows × 256 columns of one gradient: columns fastest, then rows, gradients, experts, so that the blocks
+// Tiles of 128 rows × 256 columns of one gradient (with three warpgroups 192 × 128): columns fastest, then rows, gradients, experts, so that the blocks
 // of one moment read the same tokens from L2. An expert without tokens gets zeros. Every tile is written.
 //
-// A stage brings 128 + 256 scales along. The scales of the columns differ in every register, so promotion costs two
+// A stage brings the scales of its rows and columns along. The scales of the columns differ in every register, so promotion costs two
 // operations an element; they come from shared memory eight columns at a time.
 
 struct Weights {
@@ -20,6 +20,9 @@ struct Weights {
     int rows, columns;     // M, N
     int gradients, experts;
 };
+
+constexpr int TILE_COLUMNS = COLUMN_BLOCKS * BLOCK;
+static_assert(SCALES == ROWS + TILE_COLUMNS, "a scale for every row and column");
 
 struct WeightTile {
     int row, column, gradient, expert;
@@ -33,7 +36,7 @@ struct WeightTiles {
     DEVICE WeightTiles(const Weights& p)
         : p(p),
           row_tiles((p.rows + ROWS - 1) / ROWS),
-          column_tiles((p.columns + 2 * BLOCK - 1) / (2 * BLOCK)),
+          column_tiles((p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS),
           unit(blockIdx.x) {}
 
     DEVICE bool more() const { return unit < p.experts * p.gradients * row_tiles * column_tiles; }
@@ -42,7 +45,7 @@ struct WeightTiles {
     DEVICE WeightTile tile() const {
         const int m = unit / column_tiles, matrix = m / row_tiles, expert = matrix / p.gradients;
         const int first = __ldg(p.offs + expert) / BLOCK, end = __ldg(p.offs + expert + 1) / BLOCK;
-        return WeightTile{(m - matrix * row_tiles) * ROWS, (unit - m * column_tiles) * 2 * BLOCK,
+        return WeightTile{(m - matrix * row_tiles) * ROWS, (unit - m * column_tiles) * TILE_COLUMNS,
                           matrix - expert * p.gradients, expert, first, end - first};
     }
 };
@@ -68,6 +71,7 @@ DEVICE void load_scales(float (&scale)[16], u32 scales) {
         load_shared_pair(scales + 32 * (FROM + j), scale[2 * j], scale[2 * j + 1]);
 }
 
+// The sums of a tile. With one column block of a tile there is no `right`.
 DEVICE void accumulate_tokens(const Shared& s, int blocks, Position& at, Sums& sums) {
     const u32 lane = threadIdx.x % 32;
     const u32 row = threadIdx.x / 32 * WARP_ROWS + lane / 4;
@@ -81,28 +85,31 @@ DEVICE void accumulate_tokens(const Shared& s, int blocks, Position& at, Sums& s
 #pragma unroll 1
     for (int block = 1; block <= blocks; ++block) {
         const float upper = stage.upper, lower = stage.lower;
-        const u32 left = s.scales(at.stage) + SCALES_BYTES / 3 + 8 * (lane % 4), right = left + SCALES_BYTES / 3;
+        const u32 left = s.scales(at.stage) + ROW_SCALES_BYTES + 8 * (lane % 4), right = left + 4 * BLOCK;
+        const u32 last = COLUMN_BLOCKS == 2 ? right : left;  // scales of the last product's columns
 
         multiply(product, stage.a, stage.b);
-        wgmma_wait();
-        pin(product);
-        load_scales<0>(scale, left);
-        promote_columns<0>(sums.left, product, upper, lower, scale);
-        load_scales<8>(scale, left);
-        promote_columns<8>(sums.left, product, upper, lower, scale);
-
-        multiply(product, stage.a, stage.b + MATRIX_BYTES / 16);
+        if (COLUMN_BLOCKS == 2) {
+            wgmma_wait();
+            pin(product);
+            load_scales<0>(scale, left);
+            promote_columns<0>(sums.left, product, upper, lower, scale);
+            load_scales<8>(scale, left);
+            promote_columns<8>(sums.left, product, upper, lower, scale);
+            multiply(product, stage.a, stage.b + COLUMNS_BYTES / 16);
+        }
+        float(&to)[64] = COLUMN_BLOCKS == 2 ? sums.right : sums.left;
         const u32 used = s.empty(at.stage);
         at.advance();
         if (block < blocks) stage.open(s, at, group, row);
         wgmma_wait();
         pin(product);
-        load_scales<0>(scale, right);
-        promote_columns<0>(sums.right, product, upper, lower, scale);
-        load_scales<8>(scale, right);
+        load_scales<0>(scale, last);
+        promote_columns<0>(to, product, upper, lower, scale);
+        load_scales<8>(scale, last);
         __syncwarp();  // every lane has read its scales
         if (lane == 0) barrier_arrive(used);
-        promote_columns<8>(sums.right, product, upper, lower, scale);
+        promote_columns<8>(to, product, upper, lower, scale);
     }
 }
 
@@ -143,7 +150,7 @@ DEVICE void send_result(const TensorMap& map, const float (&values)[64], Pieces&
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_wgrad(
-    const __grid_constant__ TensorMap a,       // (gradients, M, P) e4m3, box (1, 128, 128)
+    const __grid_constant__ TensorMap a,       // (gradients, M, P) e4m3, box (1, ROWS, 128)
     const __grid_constant__ TensorMap b,       // (1, N, P) e4m3, box (1, 128, 128)
     const __grid_constant__ TensorMap first,   // (e, M, N) bf16, box (1, 16, 64), or FP32, box (1, 16, 32)
     const __grid_constant__ TensorMap second,  // of the second gradient; unused with one
@@ -165,11 +172,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_wgrad(
                 barrier_expect(full, STAGE_BYTES + SCALES_BYTES);
                 load_box(to, a, full, block * BLOCK, tile.row, tile.gradient);
                 load_box(to + MATRIX_BYTES, b, full, block * BLOCK, tile.column, 0);
-                load_box(to + 2 * MATRIX_BYTES, b, full, block * BLOCK, tile.column + BLOCK, 0);
+                if (COLUMN_BLOCKS == 2)
+                    load_box(to + MATRIX_BYTES + COLUMNS_BYTES, b, full, block * BLOCK, tile.column + BLOCK, 0);
                 load_bytes(scales, p.scale_a + u64(tile.gradient * p.blocks + block) * p.a_scales + tile.row,
-                           SCALES_BYTES / 3, full);
-                load_bytes(scales + SCALES_BYTES / 3, p.scale_b + u64(block) * p.b_scales + tile.column,
-                           SCALES_BYTES / 3 * 2, full);
+                           ROW_SCALES_BYTES, full);
+                load_bytes(scales + ROW_SCALES_BYTES, p.scale_b + u64(block) * p.b_scales + tile.column,
+                           SCALES_BYTES - ROW_SCALES_BYTES, full);
                 at.advance();
             }
         }
@@ -185,7 +193,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_wgrad(
             const int inside = row < rows ? columns : 0;  // rows past the last are not sent
             const TensorMap& out = tile.gradient ? second : first;
             send_result(out, sums.left, pieces, inside, tile.column, row, tile.expert);
-            send_result(out, sums.right, pieces, inside, tile.column + BLOCK, row, tile.expert);
+            if (COLUMN_BLOCKS == 2)
+                send_result(out, sums.right, pieces, inside, tile.column + BLOCK, row, tile.expert);
         }
         if (threadIdx.x % 32 == 0) store_wait_all();
     }

@@ -18,21 +18,22 @@
 // Padding rows of the pool: a row of a makes the same row of the result and nothing else, whatever it holds.
 // Past K and N the copy engine reads zeros and writes nothing.
 //
-// cuda_kernels.py sets for each kernel: STAGES of the ring, PIECES of results a warp can have on their way out,
-// SCALES (fp32) that a stage brings along, MATH_REGISTERS of a multiplying thread, and
-// HOST_SHARED_BYTES.
+// cuda_kernels.py sets for each kernel: WARPGROUPS that multiply and COLUMN_BLOCKS of a tile (2 and 2, but for a trial of
+// fp8_wgrad), STAGES of the ring, PIECES of results a warp can have on their way out, SCALES (fp32) that a stage brings
+// along, MATH_REGISTERS of a multiplying thread, HOST_THREADS and HOST_SHARED_BYTES.
 //
 // Letters: P pool rows, K contraction, N columns of one weight, e experts.
 
-constexpr int ROWS = 128;
+constexpr int ROWS = 64 * WARPGROUPS;
 constexpr int BLOCK = 128;  // columns of a column block; K of a stage in bytes
-constexpr int WARPS = 8;  // that multiply
+constexpr int WARPS = 4 * WARPGROUPS;  // that multiply
 constexpr int WARP_ROWS = 16;
 constexpr int MATH_THREADS = 32 * WARPS;
 constexpr int THREADS = MATH_THREADS + 128;
 
-constexpr u32 MATRIX_BYTES = ROWS * BLOCK;  // 128 rows of 128 bytes
-constexpr u32 STAGE_BYTES = 3 * MATRIX_BYTES;
+constexpr u32 MATRIX_BYTES = ROWS * BLOCK;  // of a stage's rows
+constexpr u32 COLUMNS_BYTES = BLOCK * BLOCK;  // of each of its column blocks
+constexpr u32 STAGE_BYTES = MATRIX_BYTES + COLUMN_BLOCKS * COLUMNS_BYTES;
 constexpr u32 SCALES_BYTES = SCALES * 4;
 constexpr u32 PIECE_BYTES = WARP_ROWS * 128;  // what one store_box takes: 16 rows of 128 bytes
 constexpr u32 WARP_STAGING = PIECES * PIECE_BYTES;
@@ -44,9 +45,10 @@ constexpr u32 EMPTY_AT = FULL_AT + STAGES * 8;
 constexpr u32 SHARED_BYTES = EMPTY_AT + STAGES * 8;
 static_assert(SHARED_BYTES <= 227 * 1024, "more shared memory than a block can have");
 static_assert(SHARED_BYTES == HOST_SHARED_BYTES, "cuda_kernels.py gives every block so much");
-static_assert(THREADS == 384, "cuda_kernels.py launches so many");
+static_assert(THREADS == HOST_THREADS, "cuda_kernels.py launches so many");
 
-constexpr u32 LOAD_REGISTERS = 504 - 2 * MATH_REGISTERS;  // 65,536 in all, in units of 8 a thread
+// 65,536 in all, in units of 8 a thread, the same for all threads at first.
+constexpr u32 LOAD_REGISTERS = (WARPGROUPS + 1) * (65536 / THREADS / 8 * 8) - WARPGROUPS * MATH_REGISTERS;
 constexpr float LOG2_E = 1.4426950408889634f;
 
 struct Tile {
