@@ -208,7 +208,7 @@ def test_fp8_backend_hides_a_missing_compiler_or_asks_for_one_it_does_not_need(f
     from titan_megamoe.backends.hopper import cuda_kernels, fp8_gemm
 
     monkeypatch.setenv("TITAN_MEGAMOE_NVCC", str(tmp_path / "missing"))
-    monkeypatch.setattr(fp8_gemm, "find_nvrtc", lambda: None)
+    monkeypatch.setattr(cuda_kernels, "find_nvrtc", lambda: None)
     reason = fp8_gemm.why_no_kernels()
     assert reason and "fp8_up" in reason and "no nvcc" in reason and "TITAN_MEGAMOE_NVCC" in reason
     fake_nvcc(tmp_path, monkeypatch)

@@ -115,10 +115,13 @@ def build(label: str, setting: Setting) -> Implementation:
     )
 
 
-TRIALS: dict[str, dict[str, object]] = {"expand": {"first_half": "expanded"}}
+TRIALS: dict[str, dict[str, object]] = {
+    "expand": {"first_half": "expanded"},
+    "combine": {"combine_in": "cuda"},
+}
 """Attributes of the fused backend that are another way to do the same, and what they are in a trial."""
 HOPPER = "titan_megamoe.backends.hopper.backend"
-DEFAULTS: dict[str, object] = {"first_half": "auto"}
+DEFAULTS: dict[str, object] = {"first_half": "auto", "combine_in": "triton"}
 """What they are in none."""
 
 

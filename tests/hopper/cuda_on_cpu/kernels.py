@@ -38,10 +38,14 @@ class CpuKernel:
         library.launch.restype = ctypes.c_char_p
         self.library, self.name, self.kinds = library, name, kinds
 
-    def launch(self, blocks: int, arguments: Sequence[Any], device: Any) -> None:
+    def launch(
+        self, blocks: int, arguments: Sequence[Any], device: Any, part: tuple[int, int] | None = None
+    ) -> None:
+        """`part`: first and last + 1 of the blocks that run; None: all."""
         values = [_pack(kind, value) for kind, value in zip(self.kinds, arguments, strict=True)]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
-        error = self.library.launch(blocks, ctypes.c_uint64(self.seed), pointers)
+        first, last = part or (0, blocks)
+        error = self.library.launch(first, last, blocks, ctypes.c_uint64(self.seed), pointers)
         assert not error, f"{self.name}: {error.decode()}"
 
 
@@ -54,8 +58,8 @@ def build(
         assert change[0] in text
         text = text.replace(*change)
     text += (
-        f'extern "C" const char* launch(int blocks, u64 seed, void** a) {{'
-        f" return launch_all({name}, blocks, {cuda_kernels.block(name).threads}, seed, a); }}\n"
+        f'extern "C" const char* launch(int first, int last, int blocks, u64 seed, void** a) {{'
+        f" return launch_all({name}, first, last, blocks, {cuda_kernels.block(name).threads}, seed, a); }}\n"
     )
     stem = folder / "_".join([name, *defines])
     stem.with_suffix(".cpp").write_text(text)

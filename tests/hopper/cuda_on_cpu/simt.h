@@ -169,7 +169,14 @@ DEVICE u32 __reduce_max_sync(u32, u32 value) {
     const u32* values = gather(value);
     return *std::max_element(values, values + 32);
 }
+DEVICE u32 __reduce_or_sync(u32, u32 value) {
+    const u32* values = gather(value);
+    u32 all = 0;
+    for (int i = 0; i < 32; ++i) all |= values[i];
+    return all;
+}
 DEVICE int __ffs(u32 bits) { return __builtin_ffs(int(bits)); }
+DEVICE int __popc(u32 bits) { return __builtin_popcount(bits); }
 template <typename T>
 DEVICE T __shfl_xor_sync(u32 mask, T value, int other) {
     return __shfl_sync(mask, value, current % 32 ^ other);
@@ -402,6 +409,72 @@ DEVICE u32 take(u32* counter, u32 value) {
 DEVICE u32 take_one(u32* counter) { return take(counter, 1); }
 DEVICE void fence_async_proxy_global() { fibers[current].fenced = stores; }
 
+// --- words that ranks share, and those of a call ----------------------------------------------------------
+
+// What peers do is written before a launch: `bytes` come from `from` to `to` by their ordinary stores just before the
+// look-th look at `word`. And what must have come to `to` when a word is released.
+struct Arrival {
+    const int* word;
+    int look;
+    char* to;
+    const char* from;
+    u64 bytes;
+};
+static std::vector<Arrival> arrivals;
+struct Promise {
+    const int* word;
+    const char *to, *from;
+    u64 bytes;
+};
+static std::vector<Promise> promises;
+static u64 clock_ns;
+
+extern "C" void arrive(const int* word, int look, char* to, const char* from, u64 bytes) {
+    arrivals.push_back({word, look, to, from, bytes});
+}
+extern "C" void promise(const int* word, const char* to, const char* from, u64 bytes) {
+    promises.push_back({word, to, from, bytes});
+}
+extern "C" void forget_peers() {
+    arrivals.clear();
+    promises.clear();
+}
+
+static int look_at(const int* word) {
+    yield_fiber();
+    for (Arrival& a : arrivals)
+        if (a.word == word && --a.look == 0) {
+            memcpy(a.to, a.from, a.bytes);
+            for (u64 i = 0; i < a.bytes; i += 16) stored_to(a.to + i);
+        }
+    return *word;
+}
+
+// A peer's stores are seen by who has acquired, and by its copies after a fence.
+DEVICE int load_acquire_system(const int* word) { return look_at(word); }
+DEVICE int load_volatile(const int* word) { return look_at(word); }
+DEVICE void store_release_system(int* word, int value) {
+    for (const Promise& p : promises)
+        if (p.word == word && memcmp(p.to, p.from, p.bytes) != 0 && error.empty())
+            error = "a word is released before what it tells of";
+    *word = value;
+    ++progress;
+}
+DEVICE void max_release_system(int* word, int value) { *word = std::max(*word, value); }
+DEVICE int compare_and_swap(int* word, int expected, int value) {
+    const int before = *word;
+    if (before == expected) *word = value;
+    return before;
+}
+// Each look at the clock takes a while.
+DEVICE u64 global_timer() {
+    yield_fiber();
+    ++progress;
+    return clock_ns += 100000;
+}
+
+// --- global memory by ordinary instructions ---------------------------------------------------------------
+
 struct Words {
     u32 at[4];
 };
@@ -606,7 +679,8 @@ static void call(void (*kernel)(A...), void** arguments, std::index_sequence<I..
 }
 
 template <typename... A>
-static const char* launch_all(void (*kernel)(A...), int blocks, int threads, u64 seed, void** arguments) {
+static const char* launch_all(void (*kernel)(A...), int first, int last, int blocks, int threads, u64 seed,
+                              void** arguments) {
     block_threads = threads;
     for (int i = 0; i < 256; ++i) e4m3_table[i] = e4m3_value(i);
     random_state = seed;
@@ -614,7 +688,7 @@ static const char* launch_all(void (*kernel)(A...), int blocks, int threads, u64
     sleeps = 0;
     gridDim.x = blocks;
     body = [=] { call(kernel, arguments, std::index_sequence_for<A...>{}); };
-    for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
+    for (blockIdx.x = first; blockIdx.x < u32(last); ++blockIdx.x) {
         run_block();
         if (!error.empty()) break;
     }

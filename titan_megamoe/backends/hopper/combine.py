@@ -33,6 +33,7 @@ from torch import Tensor
 
 from ...routing import PlanShape, RoutingPlan
 from . import status
+from .combine_cuda import combine_cuda, takes
 from .layout import COMBINE_TOKENS, cdiv, next_power_of_2
 from .plan_kernels import _report, window
 from .symmetric import _GENERATION_BITS, _MAIL, globaltimer, tell_given_up
@@ -275,6 +276,7 @@ def combine(
     dweight: Tensor | None = None,
     pass_index: int = 0,
     passes: int = 1,
+    kernel: str = "triton",
 ) -> None:
     """Close a call on the current stream; every rank of the group calls it, also with nothing to add.
 
@@ -287,6 +289,7 @@ def combine(
         dweight_parts: (parts, P) fp32, summed over parts into the gradient of each row's top-k weight.
         dweight: (T, K) fp32, with `dweight_parts`; 0 in dropped slots.
         pass_index, passes: of a call in several passes, each of which closes its own window of tokens.
+        kernel: "triton", or "cuda" where cuda/combine.cu can do it (combine_cuda.py): the same bits.
     """
     shape = plan.shape
     num_chunks = grid_chunks = max(cdiv(shape.max_tokens, COMBINE_TOKENS), 1)
@@ -299,14 +302,21 @@ def combine(
     dummy = plan.flat
     parts = 1 if dweight_parts is None else dweight_parts.shape[0]
     lead, groups = block_counts(grid_chunks, own, shape.world, LEAD_CHUNKS)
-    kernel = _bound(shape, passes, hidden, lead, rows is not None, dweight is not None)
-    launch_triton(kernel, (lead + groups * shape.world,),
+    blocks, timeout_ns = lead + groups * shape.world, int(min(timeout_s, 1e9) * 1e9)
+    if kernel == "cuda" and rows is not None and out is not None and dweight is None and passes == 1:
+        if takes(shape):
+            combine_cuda(
+                plan, workspace, ids, signature, timeout_ns, rows=rows, out=out, lead=lead, blocks=blocks
+            )
+            return
+    bound = _bound(shape, passes, hidden, lead, rows is not None, dweight is not None)
+    launch_triton(bound, (blocks,),
         dummy if rows is None else rows, plan.slot_row, plan.tokens, plan.ok, ids,
         dummy if out is None else out, dummy if dweight_parts is None else dweight_parts,
         dummy if dweight is None else dweight, workspace.partial, workspace.dweight,
         workspace.flags, workspace.mail, workspace.delta, workspace.state, workspace.report,
         num_tokens, shape.max_tokens, hidden, parts, shape.pool_rows, signature,
-        int(min(timeout_s, 1e9) * 1e9), pass_index, window_chunks,
+        timeout_ns, pass_index, window_chunks,
     )  # fmt: skip
 
 

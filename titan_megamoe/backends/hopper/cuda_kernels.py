@@ -17,6 +17,8 @@ from torch import Tensor
 
 from .gemm_common import GemmConfig, grid_size
 from .jit import Kernel, load_kernel, tensor_map
+from .jit.cache import has_cubin
+from .jit.compiler import FIX, find_nvcc, find_nvrtc
 from .jit.tensor_map import ROW_BYTES, TensorMap
 
 COLUMN_BLOCK = 128
@@ -86,8 +88,8 @@ class Block(NamedTuple):
     shared_bytes: int
 
 
-PLAIN = {"fp8_columns": Block(256, 26_128)}
-"""Kernels without a ring."""
+PLAIN = {"fp8_columns": Block(256, 26_128), "combine": Block(128, 53_360)}
+"""Kernels without a ring. The combine's memory is three slots of a warp; as many fit as there is room for."""
 
 
 def block(name: str) -> Block:
@@ -122,6 +124,19 @@ def cuda_source(name: str) -> str:
     )
     files = ("ptx.cuh", "ring.cuh", "fp8_gemm.cuh", *own)
     return "\n".join([head, *((folder / file).read_text() for file in files)])
+
+
+def why_missing(variants: Sequence[tuple[str, tuple[str, ...]]]) -> str | None:
+    """Why kernels, with their macros, cannot be had here: neither compiled before nor a compiler; None when they can."""
+    if find_nvcc()[0] is not None or find_nvrtc() is not None:
+        return None
+    missing = {name for name, defines in variants if not has_cubin(cuda_source(name), name, defines)}
+    if not missing:
+        return None
+    return (
+        f"its CUDA kernels ({', '.join(sorted(missing))}) are not compiled yet and there is no compiler for "
+        f"them (no nvcc on PATH, no NVRTC library); {FIX}"
+    )
 
 
 def launch(

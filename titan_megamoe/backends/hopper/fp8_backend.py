@@ -31,6 +31,7 @@ from ...workspace import Workspace
 from ..base import Begun, Gradients, MoECall
 from .backend import FusedBackend, _activation, _open, _prepare, _resumable, _signature, _unbroken
 from .combine import combine
+from .combine_cuda import check_combine
 from .expand import expand
 from .fp8_dispatch import MAX_TOP_K, Dispatch, progress_words
 from .fp8_expand import expand_both, expand_fp8, expand_kept, receive
@@ -73,6 +74,7 @@ class Fp8FusedBackend(FusedBackend):
             check_fp8_dims(call.hidden, call.intermediate)
         if call.config.precision != "fp8":
             return super().begin(call)
+        check_combine(self.combine_in)
         save = any(call.needs)
         workspace, shape = _prepare(call)
         config = call.config
@@ -106,7 +108,10 @@ class Fp8FusedBackend(FusedBackend):
         def finish() -> Tensor:
             rows = gemm_plain_fp8(h, w2.data, w2.scale, plan.tiles, reserved_sms=config.reserved_sms)
             y = torch.empty_like(call.x)
-            combine(plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=y)
+            combine(
+                plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=y,
+                kernel=self.combine_in,
+            )  # fmt: skip
             return y
 
         saved = [] if gate_up is None else [plan.flat, gate_up, call.x.new_empty(0)]

@@ -18,20 +18,19 @@ import torch
 from torch import Tensor
 
 from ...precision.quantize import BLOCK
+from .combine_cuda import VARIANT as COMBINE
 from .cuda_kernels import (
     box_map,
-    cuda_source,
     launch,
     operand_map,
     store_map,
+    why_missing,
 )
 from .fp8_dispatch import KINDS as DISPATCH_KINDS
 from .fp8_dispatch import Dispatch
 from .fp8_quantize import QuantizedWeight, check_fp8_dims
 from .fp8_wgrad import Fp8Columns, padded_columns
 from .gemm_common import check_matrix, check_pool
-from .jit.cache import has_cubin
-from .jit.compiler import FIX, find_nvcc, find_nvrtc
 from .layout import cdiv
 from .tiles import BLOCK_M, PoolTiles
 
@@ -97,21 +96,14 @@ VARIANTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("fp8_wgrad", ()),
     ("fp8_wgrad", ("FP32",)),
     ("fp8_columns", ()),
+    COMBINE,
 )
 """Every kernel that a call may need, and its macros."""
 
 
 def why_no_kernels() -> str | None:
     """Why the kernels cannot be had here: neither compiled before nor a compiler; None when they can."""
-    if find_nvcc()[0] is not None or find_nvrtc() is not None:
-        return None
-    missing = {name for name, defines in VARIANTS if not has_cubin(cuda_source(name), name, defines)}
-    if not missing:
-        return None
-    return (
-        f"its CUDA kernels ({', '.join(sorted(missing))}) are not compiled yet and there is no compiler for "
-        f"them (no nvcc on PATH, no NVRTC library); {FIX}"
-    )
+    return why_missing(VARIANTS)
 
 
 def check_rows(name: str, x: Fp8Rows, matrices: int, rows: int, columns: int) -> None:

@@ -174,6 +174,49 @@ DEVICE u32 take_one(u32* counter) {
     return before;
 }
 
+// --- words that ranks share, and those of a call ----------------------------------------------------------
+
+// What a peer wrote before its store_release_system or max_release_system is visible after this has seen the value.
+DEVICE int load_acquire_system(const int* word) {
+    int value;
+    asm volatile("ld.acquire.sys.global.s32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    return value;
+}
+
+DEVICE void store_release_system(int* word, int value) {
+    asm volatile("st.release.sys.global.s32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+DEVICE void max_release_system(int* word, int value) {
+    asm volatile("red.release.sys.global.max.s32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+// What is there now; orders nothing.
+DEVICE int load_volatile(const int* word) {
+    int value;
+    asm volatile("ld.volatile.global.s32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    return value;
+}
+
+// The value before, of which `expected` was replaced.
+DEVICE int compare_and_swap(int* word, int expected, int value) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.cas.b32 %0, [%1], %2, %3;"
+                 : "=r"(before)
+                 : "l"(word), "r"(expected), "r"(value)
+                 : "memory");
+    return before;
+}
+
+// Nanoseconds.
+DEVICE u64 global_timer() {
+    u64 now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)::"memory");
+    return now;
+}
+
+// --- global memory by ordinary instructions ---------------------------------------------------------------
+
 // Between accesses to global memory by ordinary instructions and by the copy engine, on the side of either.
 DEVICE void fence_async_proxy_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 

@@ -1,0 +1,67 @@
+"""The combine of a forward in one pass as a CUDA kernel (cuda/combine.cu): grid, protocol and bits of combine.py's.
+
+Rows come through shared memory by bulk copies, as many at once as it holds, and not through registers. Everything
+else that combine.py does (gradients of the top-k weights, several passes, no rows) stays in Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ...errors import ConfigError, UnsupportedError
+from ...routing import PlanShape, RoutingPlan
+from .cuda_kernels import launch_blocks, why_missing
+
+MAX_TOP_K = MAX_WORLD = 32
+"""A lane each; more stay in Triton, on all ranks alike."""
+VARIANT: tuple[str, tuple[str, ...]] = ("combine", ())
+"""The kernel and its macros, as fp8_gemm.VARIANTS lists them."""
+KINDS = ("ptr",) * 12 + ("i32",) * 10 + ("i64",)
+NAMES = ("triton", "cuda")
+
+
+def check_combine(name: str) -> None:
+    """Raise ConfigError unless there is such a combine, UnsupportedError if its kernel cannot be had here."""
+    if name not in NAMES:
+        raise ConfigError(f"combine_in is {name!r}, but must be one of {', '.join(map(repr, NAMES))}.")
+    if name == "cuda":
+        _check_kernel()
+
+
+@functools.cache
+def _check_kernel() -> None:
+    reason = why_missing([VARIANT])
+    if reason is not None:
+        raise UnsupportedError(f"backend 'fused' cannot combine in CUDA: {reason}; or combine in Triton.")
+
+
+def takes(shape: PlanShape) -> bool:
+    """Whether the kernel takes calls of this shape."""
+    return shape.top_k <= MAX_TOP_K and shape.world <= MAX_WORLD
+
+
+def combine_cuda(
+    plan: RoutingPlan,
+    workspace,
+    ids: Tensor,
+    signature: int,
+    timeout_ns: int,
+    *,
+    rows: Tensor,
+    out: Tensor,
+    lead: int,
+    blocks: int,
+) -> None:
+    """Arguments as those of `combine`; `lead`, `blocks`: leading sending blocks, and blocks in all."""
+    shape = plan.shape
+    launch_blocks(
+        VARIANT[0], KINDS,
+        (rows, plan.slot_row, plan.tokens, plan.ok, ids, out, workspace.partial, workspace.flags,
+         workspace.mail, workspace.delta, workspace.state, workspace.report, ids.shape[0], shape.max_tokens,
+         rows.shape[1], shape.top_k, shape.num_local_experts, shape.world, shape.rank, lead,
+         2 if ids.dtype is torch.int64 else 1, signature, timeout_ns),
+        rows.device, blocks, defines=VARIANT[1],
+    )  # fmt: skip
