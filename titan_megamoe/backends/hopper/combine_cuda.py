@@ -1,7 +1,8 @@
-"""The combine of a forward in one pass as a CUDA kernel (cuda/combine.cu): grid, protocol and bits of combine.py's.
+"""The combine of a forward in one pass as a CUDA kernel (cuda/combine.cu).
 
-Rows come through shared memory by bulk copies, as many at once as it holds, and not through registers. Everything
-else that combine.py does (gradients of the top-k weights, several passes, no rows) stays in Triton.
+Grid, protocol and bits are those of combine.py. Rows come through shared memory by bulk copies, as many at
+once as it holds, and not through registers. All else that combine.py does (gradients of the top-k weights,
+several passes, no rows) stays in Triton.
 """
 
 from __future__ import annotations

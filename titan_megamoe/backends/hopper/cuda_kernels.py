@@ -127,7 +127,7 @@ def cuda_source(name: str) -> str:
 
 
 def why_missing(variants: Sequence[tuple[str, tuple[str, ...]]]) -> str | None:
-    """Why kernels, with their macros, cannot be had here: neither compiled before nor a compiler; None when they can."""
+    """Why kernels, with macros, cannot be had here: not compiled before, and no compiler. None: they can."""
     if find_nvcc()[0] is not None or find_nvrtc() is not None:
         return None
     missing = {name for name, defines in variants if not has_cubin(cuda_source(name), name, defines)}
