@@ -371,14 +371,13 @@ def test_a_rank_leaves_a_refused_call_while_a_peer_is_in_it(monkeypatch):
 
 
 check_bits = functools.partial(check_call, told=False)
-FLAG = "if (threadIdx.x == 0) store_release_system(flags"
-ADD = "stream.add_up(partial"
+FLAG = "if (threadIdx.x == 0) store_release_system(flags + away / 4 + rank * chunks + chunk, c.call);"
+ADD = "    stream.add_up("
 MUTANTS = {
     "no barrier before the flag": (
         check_call, THREE, f"        __syncthreads();\n        {FLAG}", FLAG, "released before"),
     "flag before the sums": (
-        check_call, THREE, f"        {ADD}",
-        f"        {FLAG} + away / 4 + rank * chunks + chunk, c.call);\n        {ADD}", "released before"),
+        check_call, THREE, ADD, f"    if (sends) {FLAG}\n{ADD}", "released before"),
     "no proxy fence": (late, TWO, "        fence_async_proxy_global();\n", "", "last fence"),
     "sums before their flag": (
         late, TWO, "stream.fill_all(false);", "stream.fill_all(true);", "y is wrong|last fence"),
@@ -396,7 +395,7 @@ MUTANTS = {
     "all of a row's pieces are the first": (
         check_bits, CASES["two pieces, top-8"], "from + piece_at, bytes", "from, bytes", "wrong"),
     "an empty sum is sent": (
-        check_bits, THREE, "limit, false, 0.f", "limit, true, 0.f", "partial sums are wrong"),
+        check_bits, THREE, "limit, !sends, ", "limit, true, ", "partial sums are wrong"),
 }  # fmt: skip
 
 
@@ -487,6 +486,10 @@ def test_a_missing_compiler_or_a_typing_error_is_passed_over(monkeypatch, tmp_pa
         combine_cuda.check_combine("cuda")
     with pytest.raises(ConfigError, match="'triton', 'cuda'"):
         combine_cuda.check_combine("CUDA")
+    made = []
     monkeypatch.setattr(cuda_kernels, "has_cubin", lambda *a: True)
+    monkeypatch.setattr(combine_cuda, "cached_cubin", lambda *a: made.append(a[1:]))
     combine_cuda.check_combine("cuda")
+    combine_cuda.check_combine("cuda")
+    assert made == [combine_cuda.VARIANT]
     combine_cuda._check_kernel.cache_clear()

@@ -95,6 +95,24 @@ def test_quantizing_columns_takes_more_registers_or_instructions_than_memory_wai
     assert len(re.findall(r"/\*[0-9a-f]{4}\*/", between)) <= 64 * 3.5
 
 
+def test_combine_takes_more_than_a_fourth_of_an_sm(tmp_path):
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compile_cubin(cuda_kernels.cuda_source("combine"), "combine"))
+    sass = subprocess.run([CUOBJDUMP, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+    uses = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    (registers,) = re.findall(r"REG:(\d+)", uses)
+    threads, shared_bytes = cuda_kernels.block("combine")
+    assert 4 * threads * -(-int(registers) // 8) * 8 <= 64 * 1024
+    assert 4 * (shared_bytes + 1024) <= 228 * 1024, "a block has 1 KB more"
+    assert not re.findall(r"\b(LDL|STL)\b", sass), "registers are spilled"
+    # Every load that needs no other is on its way before the first wait of all threads.
+    assert len(re.findall(r"LDG\.E\S*CONSTANT", re.split(r"BAR\.SYNC", sass)[0])) == 11
+    assert re.findall(r"MEMBAR\.ALL\.SYS", sass), "a flag orders nothing at the peer"
+    # A row of 2048 columns: two instructions a value, and few besides.
+    (row,) = set(re.findall(r"LDS\.128 .*?UBLKCP", sass, re.S)) or [""]
+    assert len(re.findall(r"/\*[0-9a-f]{4}\*/", row)) < 260
+
+
 def test_host_and_kernel_disagree_on_the_words_of_a_dispatch():
     text = cuda_kernels.cuda_source("fp8_up")
     for name in ("ITEM_ROWS", "GROUP_TOKENS", "WORDS_AT"):

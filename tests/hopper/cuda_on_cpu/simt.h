@@ -284,6 +284,11 @@ DEVICE void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
     });
 }
 
+DEVICE u64 read_once() { return 0; }
+DEVICE void load_bytes_once(u32 to, const void* from, u32 bytes, u32 barrier, u64) {
+    load_bytes(to, from, bytes, barrier);
+}
+
 DEVICE void store_box(const TensorMap& map, u32 from, int x, int y, int z) {
     fibers[current].stores.push_back(Store{map, from, {x, y, z}});
 }

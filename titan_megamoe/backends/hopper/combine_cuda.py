@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ...errors import ConfigError, UnsupportedError
 from ...routing import PlanShape, RoutingPlan
-from .cuda_kernels import launch_blocks, why_missing
+from .cuda_kernels import cuda_source, launch_blocks, why_missing
+from .jit import cached_cubin
 
 MAX_TOP_K = MAX_WORLD = 32
 """A lane each; more stay in Triton, on all ranks alike."""
@@ -37,6 +38,8 @@ def _check_kernel() -> None:
     reason = why_missing([VARIANT])
     if reason is not None:
         raise UnsupportedError(f"backend 'fused' cannot combine in CUDA: {reason}; or combine in Triton.")
+    name, defines = VARIANT
+    cached_cubin(cuda_source(name), name, defines)  # now, and not while peers wait inside the call
 
 
 def takes(shape: PlanShape) -> bool:

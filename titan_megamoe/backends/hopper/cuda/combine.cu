@@ -7,7 +7,8 @@
 // its tokens at once, then writes their sources into a list: of each token its rows of the pool in the order of k,
 // then, where its block receives, the sums of the peers rank + 1, rank + 2, … that own one of its experts. Columns come
 // in pieces of PIECE, all sources of a token's piece before its next one. Lane 0 asks for a source as soon as a slot is
-// free, across tokens and pieces; all lanes add, round once and store 16 bytes each.
+// free, across tokens and pieces; all lanes add, round once and store 16 bytes each. Rows are read once, so L2 is asked to
+// drop them first: sums of the peers, which arrive some hundred chunks before they are read, may then still be there.
 //
 // Synchronisation in a block:
 //   ring     `full` of a slot counts the bytes of its copy. All lanes have read a slot at the __syncwarp before lane 0
@@ -155,6 +156,7 @@ struct Stream {
     const Combine& c;
     u32 base, warp;
     int first_token;
+    u64 policy = read_once();
     u32 ends = 0;  // byte i: where the list of token i ends and that of the next begins
     // The next source to ask for, and where to.
     int token = 0;
@@ -208,7 +210,7 @@ struct Stream {
                 from = c.partial + (row * c.max_tokens + first_token + WARPS * token) * c.row_bytes;
             const u32 bytes = piece_bytes(piece_at);
             barrier_expect(full(filling), bytes);
-            load_bytes(slot(filling), from + piece_at, bytes, full(filling));
+            load_bytes_once(slot(filling), from + piece_at, bytes, full(filling), policy);
         }
         ++next;
         ++filled;
@@ -217,6 +219,7 @@ struct Stream {
     }
 
     DEVICE void fill_all(bool with_sums) {
+#pragma unroll 1
         while (filled < SLOTS && fill(with_sums)) {
         }
     }
@@ -305,16 +308,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) combine(
     }
     __syncwarp();
     stream.fill_all(false);
-    if (sends) {
-        const int mine = (rank - owner + world - 1) % world;  // my place among the peer's peers
-        stream.add_up(partial + away + u64(mine) * max_tokens * c.row_bytes, limit, false, 0.f);
-        __syncthreads();
-        if (threadIdx.x == 0) store_release_system(flags + away / 4 + rank * chunks + chunk, c.call);
-        return;
-    }
-
     bool ready = alive;
-    if (world > 1 && (alive || (refused && chunk == 0))) {
+    if (!sends && world > 1 && (alive || (refused && chunk == 0))) {
         if (threadIdx.x == 0) store_shared_word(base + CODE_AT, await_peers(c, chunk, timeout_ns));
         __syncthreads();
         ready = alive && load_shared_word(base + CODE_AT) == 0;
@@ -322,5 +317,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) combine(
     }
     if (ready) stream.fill_all(true);
     else stream.drain();
-    stream.add_up(out, limit, true, ready ? 0.f : low_bf16(0x7FFF));
+    const int mine = (rank - owner + world - 1) % world;  // my place among the peer's peers
+    unsigned char* const to = sends ? partial + away + u64(mine) * max_tokens * c.row_bytes : out;
+    stream.add_up(to, limit, !sends, ready ? 0.f : low_bf16(0x7FFF));
+    if (sends) {
+        __syncthreads();
+        if (threadIdx.x == 0) store_release_system(flags + away / 4 + rank * chunks + chunk, c.call);
+    }
 }

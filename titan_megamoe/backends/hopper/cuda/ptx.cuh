@@ -67,6 +67,19 @@ DEVICE void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
         "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
+// The same for bytes that are read once: L2 evicts them before others. `policy` is read_once().
+DEVICE u64 read_once() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+DEVICE void load_bytes_once(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+        ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+}
+
 // A box of a rank-3 map from shared memory; part of this thread's current bulk group.
 DEVICE void store_box(const TensorMap& map, u32 from, int x, int y, int z) {
     asm volatile(
