@@ -1,19 +1,20 @@
 """Times of the fused backend and its stages on this machine's GPUs, after a check of a sample of tokens.
 
     python scripts/fused_stages.py [--models 30b,235b] [--tokens 16384] [--halves gathered,expanded]
-                                   [--precision bf16]
+                                   [--precision bf16] [--combines triton,cuda]
 
 One process a GPU and model; the models' kernels are compiled side by side, then timed one after the other.
 Prints, per model: the error of y and of the gradients of a sample of tokens against fp64, median times of
 forward and backward for each way to do the forward's first half (in turn, so that all meet the same clocks),
 with uniform routing and with one expert that has half of all rows, and of every stage (CUDA events).
 With --precision fp8 "gathered" is dispatch inside GEMM1: both ways must give the same y to the bit, and the
-stages are those of the forward.
+stages are those of the forward. --combines: forwards' combine stages to time, by kernel, in turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -196,7 +197,7 @@ def staged_plan(clock, call, workspace, plan, signature):
     )  # fmt: skip
 
 
-def staged_forward(clock, call, half):
+def staged_forward(clock, call, half, kernel):
     """Every stage of a forward by itself; what the backward needs."""
     workspace, shape = fused._prepare(call)
     signature = fused._signature(call, shape, Phase.FORWARD)
@@ -220,11 +221,12 @@ def staged_forward(clock, call, half):
         clock("f dispatch+gemm1", fused.dispatch_gemm1, plan, workspace, x, call.w1, call.w3, recv=recv,
               out_h=h, out_gu=gate_up)  # fmt: skip
     clock("f gemm2", fused.gemm_down, h, call.w2, plan.tiles, out=rows)
-    clock("f combine", fused.combine, plan, workspace, call.topk_ids, signature, 20.0, rows=rows, out=y)
+    clock(f"f combine {kernel}", fused.combine, plan, workspace, call.topk_ids, signature, 20.0, rows=rows,
+          out=y, kernel=kernel)  # fmt: skip
     return workspace, plan, gate_up, recv
 
 
-def staged_forward_fp8(clock, backend, call, half):
+def staged_forward_fp8(clock, backend, call, half, kernel):
     """The same in precision fp8; nothing for a backward."""
     workspace, shape = fused._prepare(call)
     signature = fused._signature(call, shape, Phase.FORWARD)
@@ -247,7 +249,8 @@ def staged_forward_fp8(clock, backend, call, half):
                      dispatch=dispatch)  # fmt: skip
     rows = clock("f gemm2", fp8.gemm_plain_fp8, h, w2.data, w2.scale, plan.tiles)
     y = torch.empty_like(call.x)
-    clock("f combine", fused.combine, plan, workspace, call.topk_ids, signature, 20.0, rows=rows, out=y)
+    clock(f"f combine {kernel}", fused.combine, plan, workspace, call.topk_ids, signature, 20.0, rows=rows,
+          out=y, kernel=kernel)  # fmt: skip
 
 
 def staged_backward(clock, call, dy, workspace, plan, gate_up, recv):
@@ -272,7 +275,7 @@ def staged_backward(clock, call, dy, workspace, plan, gate_up, recv):
     clock("b dW13", fused.wgrad_up, dgu, x_RH, plan.tiles)
 
 
-def times(rank: int, model: str, halves: list[str]) -> list[str]:
+def times(rank: int, model: str, halves: list[str], combines: list[str]) -> list[str]:
     bench = kept.pop(model)
     lines = [
         f"  sample errors ({half}) {error:.1e}" for half, error in zip(halves, bench.errors, strict=True)
@@ -284,15 +287,15 @@ def times(rank: int, model: str, halves: list[str]) -> list[str]:
     for i in range(8):
         if i == 2:
             clock.times.clear()
-        for half in halves:
+        for half, kernel in itertools.product(halves, combines):
             torch.cuda.synchronize()
             dist.barrier()
             torch.cuda._sleep(20_000_000)
             call = bench.calls[i % 4]
             if call.config.precision == "fp8":
-                staged_forward_fp8(clock, bench.backend, call, half)
+                staged_forward_fp8(clock, bench.backend, call, half, kernel)
             else:
-                staged_backward(clock, call, bench.dy, *staged_forward(clock, call, half))
+                staged_backward(clock, call, bench.dy, *staged_forward(clock, call, half, kernel))
     lines += [f"  {name:18s} {value:7.3f}" for name, value in clock.medians().items()]
     dist.barrier()
     return lines
@@ -305,8 +308,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--halves", default="gathered,expanded")
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp8"))
+    parser.add_argument("--combines", default="triton")
     args = parser.parse_args()
-    models, halves = args.models.split(","), args.halves.split(",")
+    models, halves, combines = (text.split(",") for text in (args.models, args.halves, args.combines))
     pools = {model: RankPool(args.world, "cuda", timeout_s=300) for model in models}
     try:
         with ThreadPoolExecutor() as threads:
@@ -317,7 +321,7 @@ def main() -> None:
             for each in made:
                 each.result()
         for model in models:
-            results = pools[model].run(times, model, halves)
+            results = pools[model].run(times, model, halves, combines)
             print(f"== {model}, {args.precision}, T={args.tokens}, EP={args.world}")
             for row in zip(*results, strict=True):
                 print("   |   ".join(row), flush=True)

@@ -493,3 +493,60 @@ def test_a_missing_compiler_or_a_typing_error_is_passed_over(monkeypatch, tmp_pa
     combine_cuda.check_combine("cuda")
     assert made == [combine_cuda.VARIANT]
     combine_cuda._check_kernel.cache_clear()
+
+
+BACKEND = """
+import torch, pytest
+from titan_megamoe.testing import no_gpu
+patch = pytest.MonkeyPatch()
+no_gpu.pretend(patch)
+from titan_megamoe import MegaMoEConfig
+from titan_megamoe.backends.base import MoECall, Needs
+from titan_megamoe.backends.hopper import combine, combine_cuda, fp8_backend
+from titan_megamoe.errors import ConfigError
+
+patch.setattr(combine_cuda, "cached_cubin", lambda *a: b"")
+group, launch, real, seen = no_gpu.two_ranks(), combine_cuda.launch_blocks, combine.launch_triton, []
+
+def launched(name, kinds, arguments, device, blocks, **options):
+    launch(name, kinds, arguments, device, blocks, **options)
+    seen.append((name, blocks))
+
+def launched_triton(kernel, grid, *arguments):
+    real(kernel, grid, *arguments)
+    seen.append(("triton", *grid))
+
+combine_cuda.launch_blocks, combine.launch_triton = launched, launched_triton
+for precision in ("bf16", "fp8", "fp8_bwd"):
+    weights = [torch.zeros(s, dtype=torch.bfloat16) for s in ((2, 128, 512),) * 2 + ((2, 512, 128),)]
+    x = torch.zeros(64, 512, dtype=torch.bfloat16)
+    config = MegaMoEConfig(backend="fused", precision=precision)
+    call = MoECall(
+        x, torch.zeros(64, 2, dtype=torch.int32), torch.zeros(64, 2), *weights, group, config,
+        Needs(*(True,) * 5),
+    )
+    backend = fp8_backend.Fp8FusedBackend()
+    assert backend.combine_in == "triton"
+    for name in ("triton", "cuda"):
+        seen.clear()
+        backend.combine_in = name
+        begun = backend.begin(call)
+        begun.finish()
+        backend.backward(call, begun.saved, x)
+        (forward, blocks), (backward, same) = seen
+        assert (forward, backward) == ("combine" if name == "cuda" else "triton", "triton"), seen
+        assert blocks == same
+    backend.combine_in = "cutlass"
+    with pytest.raises(ConfigError, match="combine_in is 'cutlass'"):
+        backend.begin(call)
+"""
+
+
+def test_backend_combines_in_another_kernel_than_asked_for():
+    if shutil.which("gcc") is None:
+        pytest.skip("needs gcc")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", BACKEND], env=env, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

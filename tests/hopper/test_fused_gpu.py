@@ -213,8 +213,54 @@ class _OutOfMemory(RuntimeError):
     pass
 
 
-def _broken_off(rank: int, where: str):
+@contextlib.contextmanager
+def _combine_in(kernel: str):
+    FusedBackend.combine_in = kernel
+    try:
+        yield
+    finally:
+        FusedBackend.combine_in = "triton"
+
+
+def _combined(rank: int, problem: Problem, precision: str, repeats: int):
+    """What differs between the combine in CUDA, `repeats` times, and in Triton."""
+    bound = max(problem.tokens)
+    config = MegaMoEConfig(backend="fused", precision=precision, max_tokens_per_rank=bound, timeout_s=20.0)
+    before, different = run_rank(rank, problem, config), set()
+    with _combine_in("cuda"):
+        for _ in range(repeats):
+            now = run_rank(rank, problem, config)
+            different |= {n for n, t in before.items() if t is not None and not torch.equal(now[n], t)}
+    return different
+
+
+COMBINED = LARGER | {
+    "more chunks than blocks on the GPU": Problem(
+        tokens=(9000, 7001), experts=16, top_k=8, hidden=2048, intermediate=256
+    ),
+    "two pieces": Problem(tokens=(3000, 2500), experts=16, top_k=8, hidden=4096, intermediate=256),
+    "H off the pieces, top-1": Problem(tokens=(700, 90), top_k=1, hidden=2064, intermediate=256),
+}
+
+
+@TWO
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("name", COMBINED)
+def test_the_combine_in_cuda_changes_a_bit_of_the_layer(rank_pool, name, precision):
+    problem = COMBINED[name]
+    if precision == "fp8" and problem.hidden % 16:
+        problem = dataclasses.replace(problem, hidden=80, intermediate=96)
+    for different in rank_pool(problem.world, "cuda").run(_combined, problem, precision, 4):
+        assert not different
+
+
+def _broken_off(rank: int, where: str, kernel: str):
     """Rank 1's host raises in the middle of a call."""
+    with _combine_in(kernel):
+        return _broken_off_here(rank, where)
+
+
+def _broken_off_here(rank: int, where: str):
     want = _call(rank).cpu()
     *arguments, dy = leaves(PROBLEM, rank, device_of(rank))
     real, error = getattr(fused, where), "none"
@@ -242,10 +288,13 @@ def _broken_off(rank: int, where: str):
 
 
 @TWO
-@pytest.mark.parametrize("where", ["recv_rows", "gemm_down", "gemm_up_backward"])
-def test_a_host_that_fails_inside_a_call_leaves_its_peers_waiting(rank_pool, where):
+@pytest.mark.parametrize(
+    ("where", "kernel"),
+    [("recv_rows", "triton"), ("gemm_down", "triton"), ("gemm_down", "cuda"), ("gemm_up_backward", "triton")],
+)
+def test_a_host_that_fails_inside_a_call_leaves_its_peers_waiting(rank_pool, where, kernel):
     begun = time.monotonic()
-    (peer, fine0), (own, fine1) = rank_pool(2, "cuda").run(_broken_off, where)
+    (peer, fine0), (own, fine1) = rank_pool(2, "cuda").run(_broken_off, where, kernel)
     assert (peer, own) == (AgreementError.__name__, _OutOfMemory.__name__)
     assert fine0 and fine1 and time.monotonic() - begun < 60
 
@@ -299,8 +348,13 @@ def test_a_recomputation_that_ends_early_is_overtaken_by_its_backward(rank_pool,
         assert (plain, early, late) == ((0, 0, 0) if precision == "fp8" else (3, 3, 6))
 
 
-def _ends_early_alone(rank: int):
+def _ends_early_alone(rank: int, kernel: str):
     """Rank 1 ends its recomputation before the combine, rank 0 does not."""
+    with _combine_in(kernel):
+        return _ends_early_alone_here(rank)
+
+
+def _ends_early_alone_here(rank: int):
     want, config = _call(rank).cpu(), dataclasses.replace(CONFIG, timeout_s=60.0)
     *arguments, dy = leaves(PROBLEM, rank, device_of(rank))
 
@@ -322,9 +376,10 @@ def _ends_early_alone(rank: int):
 
 
 @TWO
-def test_a_recomputation_that_ends_early_on_one_rank_is_awaited_until_the_timeout(rank_pool):
+@pytest.mark.parametrize("kernel", ["triton", "cuda"])
+def test_a_recomputation_that_ends_early_on_one_rank_is_awaited_until_the_timeout(rank_pool, kernel):
     begun = time.monotonic()
-    (whole, fine0), (early, fine1) = rank_pool(2, "cuda").run(_ends_early_alone)
+    (whole, fine0), (early, fine1) = rank_pool(2, "cuda").run(_ends_early_alone, kernel)
     assert whole[0] == AgreementError.__name__ and "early_stop" in whole[1], whole
     assert early[0] == AgreementError.__name__ and "rank 0" in early[1], early
     assert fine0 and fine1 and time.monotonic() - begun < 60
