@@ -3,7 +3,7 @@
 #   scripts/measure.sh kernels layers steps          these parts, one after the other, into docs/benchmarks
 #   OUT=results scripts/measure.sh soak              into another folder
 #   TEXT=books.jsonl scripts/measure.sh curves       loss curves need text: JSON lines with a field text
-# Parts, each a few minutes: tests kernels stages layers steps steps_235b curves wgrad soak trace tokens routing single
+# Parts, each a few minutes: tests kernels stages layers combine steps steps_235b curves wgrad soak trace tokens routing single
 # rates many profile. Afterwards: python -m titan_megamoe.bench report
 # COMMIT names the commit, where git does not know it. A part that fails is named at the end, and the others run.
 set -uo pipefail
@@ -35,6 +35,11 @@ stages() {
 layers() {
     bench layer layer_30b.json --model qwen3-30b-a3b --impls "$ALL" &&
         bench layer layer_235b.json --model qwen3-235b-a22b --impls "$ALL"
+}
+combine() { # in CUDA against Triton; docs/experiments_fused.md says what decides
+    local impls=mega_moe,mega_moe+combine,mega_moe@fp8,mega_moe+combine@fp8
+    bench layer combine_30b.json --model qwen3-30b-a3b --impls "$impls" &&
+        bench layer combine_235b.json --model qwen3-235b-a22b --impls "$impls"
 }
 steps() { bench compare step_30b_2gpu.json "$jobs/2gpu"; }
 steps_235b() { bench compare step_235b_2gpu.json train_configs/qwen3_235b_a22b/2gpu; }
