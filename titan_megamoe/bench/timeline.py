@@ -19,7 +19,7 @@ KINDS = {
 
 _OURS = (
     (r"_dispatch_gemm1_kernel", "dispatch + GEMM1", BOTH),
-    (r"_combine_kernel", "combine", WIRE),
+    (r"_combine_kernel|^combine$", "combine", WIRE),
     (r"_expand(_fp8|_both)?_kernel|_receive_kernel", "expand", WIRE),
     (r"_open_call_kernel|_meet_kernel|_refuse_kernel", "meet", WAIT),
     (r"_publish_kernel", "publish", MEMORY),
