@@ -6,8 +6,7 @@ First what must be right, or the exit status is 1: the quantizers bit for bit, e
 emulated recipe on small shapes with tails and on full ones, NaN and Inf, two runs to the bit. Then times
 (also where a limit was missed): 64 local experts, rows as uniform routing of 2 × 16384 tokens to 8 of 128
 experts gives them, medians of events, all candidates in turn. TFLOP/s counts real rows. `predicted` is
-docs/design_fp8.md's.
-cuda/fp8_gemm.cuh).
+docs/design_fp8.md's. Trials (WGRAD_RINGS of cuda_kernels.py, CANDIDATES here) must give the kernels' bits.
 --ablate also times kernels that leave out a part (wrong results, for the breakdown of their time).
 
 CUDA kernels are compiled side by side at the start. A model's times are written as soon as they are there. A

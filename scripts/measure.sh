@@ -3,8 +3,8 @@
 #   scripts/measure.sh kernels layers steps          these parts, one after the other, into docs/benchmarks
 #   OUT=results scripts/measure.sh soak              into another folder
 #   TEXT=books.jsonl scripts/measure.sh curves       loss curves need text: JSON lines with a field text
-# Parts, each a few minutes: tests kernels stages layers combine steps steps_235b curves wgrad soak trace tokens routing single
-# rates many profile. Afterwards: python -m titan_megamoe.bench report
+# Parts, each a few minutes: tests kernels stages layers combine steps steps_235b curves wgrad soak trace tokens
+# routing single rates many profile. Afterwards: python -m titan_megamoe.bench report
 # COMMIT names the commit, where git does not know it. A part that fails is named at the end, and the others run.
 set -uo pipefail
 jobs=train_configs/qwen3_30b_a3b

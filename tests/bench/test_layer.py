@@ -132,20 +132,18 @@ def test_bytes_over_nvlink_are_those_of_another_precision() -> None:
 def test_a_trial_is_off_or_stays_on(cpu: Setting, monkeypatch) -> None:
     hopper = pytest.importorskip("titan_megamoe.backends.hopper.backend")
     seen = []
-    for name, value in implementations.DEFAULTS.items():
-        assert getattr(hopper.FusedBackend, name) == value
-        monkeypatch.setattr(hopper.FusedBackend, name, value)  # so that they are restored
 
-    def first_half(*_):
-        return hopper.FusedBackend.first_half
+    def now():
+        return hopper.FusedBackend.first_half, hopper.FusedBackend.combine_in
 
-    monkeypatch.setattr(implementations, "_ours", lambda *_: lambda inputs: seen.append(first_half()))
+    monkeypatch.setattr(implementations, "_ours", lambda *_: lambda inputs: seen.append(now()))
+    both = build("mega_moe+expand+combine", cpu)
+    assert both.impl == "mega_moe+expand+combine"
     trial, plain = build("mega_moe+expand@fp8", cpu), build("mega_moe@fp8", cpu)
     assert (trial.impl, trial.precision, plain.impl) == ("mega_moe+expand", "fp8", "mega_moe")
-    trial.forward(None)
-    assert first_half() == "expanded"  # for the backward too
-    plain.forward(None)
-    assert seen == ["expanded", "auto"] and first_half() == "auto"
+    trial.forward(None), plain.forward(None), both.forward(None)
+    assert seen == [("expanded", "triton"), ("auto", "triton"), ("expanded", "cuda")]
+    assert now() == ("auto", "triton")
     with pytest.raises(ConfigError, match="is unknown"):
         build("all_to_all+expand", cpu)
     with pytest.raises(ConfigError, match="is unknown"):

@@ -6,16 +6,11 @@ order in which each rank has its rows.
 """
 
 import sys
-import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from cuda_on_cpu.kernels import run_on_cpu
-from fp8_cases import round_conversions
-from fp8_one_rank import ALL, LIMIT, beside, inputs
-from gemm_cases import mend_interpreter
+from fp8_one_rank import ALL, LIMIT, inputs, without_a_gpu
 
 from titan_megamoe.backends.base import MoECall, Needs
 from titan_megamoe.backends.hopper import fp8_backend
@@ -97,15 +92,8 @@ def share(ranks, given, which):
 
 
 def main():
-    mend_interpreter()
-    round_conversions()
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        run_on_cpu(patch, Path(folder))
-        for name, value in (
-            ("_open", lambda *a, **k: None), ("publish", lambda *a, **k: None), ("beside", beside),
-            ("now", lambda: None), ("combine", lambda *a, **k: None),
-        ):  # fmt: skip
-            patch.setattr(fp8_backend, name, value)
+    with without_a_gpu() as patch:
+        patch.setattr(fp8_backend, "combine", lambda *a, **k: None)
         for wgrad in ("bf16", "fp8"):
             check(2, wgrad)
             check(3, wgrad)

@@ -20,6 +20,18 @@ pytestmark = pytest.mark.skipif(find_nvcc()[0] is None and find_nvrtc() is None,
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
+def compiled(folder: Path, source: str, name: str, defines: tuple[str, ...] = ()) -> tuple[str, int]:
+    """The kernel's SASS, and the registers of a thread at its launch."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compile_cubin(source, name, defines))
+
+    def dump(what: str) -> str:
+        return subprocess.run([CUOBJDUMP, what, cubin], capture_output=True, text=True, check=True).stdout
+
+    (registers,) = re.findall(r"REG:(\d+)", dump("-res-usage"))
+    return dump("-sass"), int(registers)
+
+
 @pytest.mark.parametrize(
     ("name", "defines"),
     [
@@ -34,9 +46,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     ],
 )
 def test_kernel_spills_serialises_or_misses_the_tensor_cores(name, defines, tmp_path):
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compile_cubin(cuda_kernels.cuda_source(name), name, defines))
-    sass = subprocess.run([CUOBJDUMP, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+    sass, _ = compiled(tmp_path, cuda_kernels.cuda_source(name), name, defines)
 
     def count(pattern: str) -> int:
         return len(re.findall(pattern, sass))
@@ -52,9 +62,7 @@ def test_kernel_spills_serialises_or_misses_the_tensor_cores(name, defines, tmp_
 @pytest.mark.parametrize("defines", [(), ("FP32",)])
 def test_a_ring_to_be_timed_spills(ring, defines, monkeypatch, tmp_path):
     monkeypatch.setitem(cuda_kernels.RINGS, "fp8_wgrad", cuda_kernels.WGRAD_RINGS[ring])
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compile_cubin(cuda_kernels.cuda_source.__wrapped__("fp8_wgrad"), "fp8_wgrad", defines))
-    sass = subprocess.run([CUOBJDUMP, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+    sass, _ = compiled(tmp_path, cuda_kernels.cuda_source.__wrapped__("fp8_wgrad"), "fp8_wgrad", defines)
     assert not re.findall(r"\b(LDL|STL)\b", sass) and len(re.findall(r"USETMAXREG", sass)) == 2
     assert max(int(r) for r in re.findall(r"\bR(\d+)\b", sass)) < cuda_kernels.WGRAD_RINGS[ring].registers
 
@@ -81,12 +89,8 @@ def test_script_times_text_that_no_kernel_has(monkeypatch):
 
 
 def test_quantizing_columns_takes_more_registers_or_instructions_than_memory_waits_for(tmp_path):
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compile_cubin(cuda_kernels.cuda_source("fp8_columns"), "fp8_columns"))
-    sass = subprocess.run([CUOBJDUMP, "-sass", cubin], capture_output=True, text=True, check=True).stdout
-    uses = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
-    (registers,) = re.findall(r"REG:(\d+)", uses)
-    assert int(registers) <= 64, "fewer than four blocks on an SM"
+    sass, registers = compiled(tmp_path, cuda_kernels.cuda_source("fp8_columns"), "fp8_columns")
+    assert registers <= 64, "fewer than four blocks on an SM"
     assert not re.findall(r"\b(LDL|STL)\b", sass), "registers are spilled"
     assert len(re.findall(r"F2FP\.SATFINITE\.E4M3", sass)) == 32, "not two values a conversion"
     assert len(re.findall(r"LDG\.E\S*\.128", sass)) == 16 and len(re.findall(r"STG\.E\S*\.128", sass)) == 4
@@ -96,13 +100,9 @@ def test_quantizing_columns_takes_more_registers_or_instructions_than_memory_wai
 
 
 def test_combine_takes_more_than_a_fourth_of_an_sm(tmp_path):
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compile_cubin(cuda_kernels.cuda_source("combine"), "combine"))
-    sass = subprocess.run([CUOBJDUMP, "-sass", cubin], capture_output=True, text=True, check=True).stdout
-    uses = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
-    (registers,) = re.findall(r"REG:(\d+)", uses)
+    sass, registers = compiled(tmp_path, cuda_kernels.cuda_source("combine"), "combine")
     threads, shared_bytes = cuda_kernels.block("combine")
-    assert 4 * threads * -(-int(registers) // 8) * 8 <= 64 * 1024
+    assert 4 * threads * -(-registers // 8) * 8 <= 64 * 1024
     assert 4 * (shared_bytes + 1024) <= 228 * 1024, "a block has 1 KB more"
     assert not re.findall(r"\b(LDL|STL)\b", sass), "registers are spilled"
     # Every load that needs no other is on its way before the first wait of all threads.

@@ -349,7 +349,7 @@ def to_records(
         "layers": facts.layers,
         "ac": facts.ac,
         "compile": facts.compile,
-        **({"wgrad_precision": facts.wgrad_precision} if facts.wgrad_precision != "bf16" else {}),
+        **records.wgrad_field(facts.wgrad_precision),
         **({"num_sms": facts.num_sms} if facts.num_sms else {}),
         **({"reserved_sms": facts.reserved_sms} if facts.reserved_sms else {}),
         **environment,

@@ -7,9 +7,7 @@ The router stays outside of all of them.
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -93,9 +91,9 @@ def build(label: str, setting: Setting) -> Implementation:
             made = Implementation(
                 label, name, config.precision, forward, wgrad_precision=config.wgrad_precision
             )
-            if name == "mega_moe":
-                forward = _with_trials(made.forward, trials)
-                made = replace(made, impl="+".join([name, *trials]), forward=forward)
+            for trial in trials:
+                tried = _with_trial(made.forward, TRIALS[trial])
+                made = replace(made, impl=f"{made.impl}+{trial}", forward=tried)
             return _with_costs(made, setting) if name == "mega_moe" else made
         case "torchtitan":
             forward = _stock(setting, deepep=False, compiled=bool(compiled))
@@ -120,23 +118,24 @@ TRIALS: dict[str, dict[str, object]] = {
     "combine": {"combine_in": "cuda"},
 }
 """Attributes of the fused backend that are another way to do the same, and what they are in a trial."""
-HOPPER = "titan_megamoe.backends.hopper.backend"
-DEFAULTS: dict[str, object] = {"first_half": "auto", "combine_in": "triton"}
-"""What they are in none."""
 
 
-def _with_trials(
-    forward: Callable[[LayerInputs], Tensor], trials: Sequence[str]
+def _with_trial(
+    forward: Callable[[LayerInputs], Tensor], trial: dict[str, object]
 ) -> Callable[[LayerInputs], Tensor]:
-    """The same with those attributes, for eager calls; they stay for the backward, until the next forward."""
-    wanted = DEFAULTS | {name: value for trial in trials for name, value in TRIALS[trial].items()}
+    """The same with those attributes, for eager calls; only forwards look at them."""
 
     def tried(inputs: LayerInputs) -> Tensor:
-        if trials or HOPPER in sys.modules:  # else nobody can have changed them
-            backend = importlib.import_module(HOPPER).FusedBackend
-            for name, value in wanted.items():
-                setattr(backend, name, value)
-        return forward(inputs)
+        from ..backends.hopper.backend import FusedBackend
+
+        before = {name: getattr(FusedBackend, name) for name in trial}
+        try:
+            for name, value in trial.items():
+                setattr(FusedBackend, name, value)
+            return forward(inputs)
+        finally:
+            for name, value in before.items():
+                setattr(FusedBackend, name, value)
 
     return tried
 

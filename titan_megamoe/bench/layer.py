@@ -154,9 +154,8 @@ def _measure(
             "ms_median": round(median(values), 4),
             "ms_min": round(min(values), 4),
             "n": len(values),
+            **records.wgrad_field(implementation.wgrad_precision),
         }
-        if implementation.wgrad_precision != "bf16":
-            record["wgrad_precision"] = implementation.wgrad_precision
         if phase != "weight_quant":
             record["peak_bytes"] = peak
             if implementation.workspace_bytes:
@@ -248,7 +247,7 @@ def _table(title: str, rows: list[dict[str, Any]], ceilings: Ceilings | None) ->
         table.add_column(name, justify="left" if name in ("implementation", "phase") else "right")
     for r in rows:
         label = f"{r['impl']} {r['precision']}"
-        label += ", dW in fp8" if r.get("wgrad_precision") == "fp8" else ""
+        label += ", dW in fp8" if records.wgrad_precision(r) == "fp8" else ""
         label += f", {r['num_sms']} SMs" if r["num_sms"] else ""
         label += ", compiled" if r["compile"] else ""
         table.add_row(

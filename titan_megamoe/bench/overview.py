@@ -10,6 +10,7 @@ from ..perf_model.rates import CLOCKS_SOURCE
 from ..perf_model.step import COPY_SHARE, SM_SHARE, predict
 from ..torchtitan import jobs
 from .jobfile import FULL_MODELS, read_job
+from .records import wgrad_precision
 from .tables import markdown, step_table
 
 Rows = list[dict[str, Any]]
@@ -83,7 +84,7 @@ def _measured_layer(rows: Rows, model: str, phase: str, precision: str) -> tuple
             continue
         stock = (r["impl"], r["precision"]) == ("torchtitan", "bf16")
         ours = (r["impl"], r["precision"]) == ("mega_moe", precision)
-        if ours and r.get("wgrad_precision", "bf16") != default_wgrad_precision(precision):
+        if ours and wgrad_precision(r) != default_wgrad_precision(precision):
             continue
         if stock or ours:
             found[r["run"], r["impl"]] = r
@@ -131,10 +132,10 @@ def residuals(rows: Rows) -> str:
     table = []
     for residual in check.residuals([r for r in rows if r["source"] != "modelled"]):
         r, p = residual.record, residual.prediction
-        what = f"{r['source']}: {r['model']}, {r['layers']} layers, {r['gpus']} GPUs, "
-        what += f"{r['impl']} {r['precision']}" + check.details(r)
         said = f"{p.step.seconds:.3f} ± {p.step.half_range:.3f}" if p else residual.words
-        table.append([what, f"{r['step_s_mean']:.3f}", said, f"{residual.share:+.1%}" if p else ""])
+        table.append(
+            [check.step_name(r), f"{r['step_s_mean']:.3f}", said, f"{residual.share:+.1%}" if p else ""]
+        )
     note = "A published step is predicted from published layer times, a measured one from measured layers."
     return markdown(["step", "known, s", "predicted, s", "off by"], table, note)
 

@@ -11,6 +11,7 @@ import json
 import subprocess
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,16 @@ def environment(known_commit: str = "") -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d"),
         "run": uuid.uuid4().hex[:12],
     }
+
+
+def wgrad_precision(record: Mapping[str, Any]) -> str:
+    """Of a layer's or step's record; one that does not say has bf16 weight gradients."""
+    return str(record.get("wgrad_precision", "bf16"))
+
+
+def wgrad_field(precision: str) -> dict[str, str]:
+    """What a record says of it."""
+    return {} if precision == "bf16" else {"wgrad_precision": precision}
 
 
 def check(record: dict[str, Any]) -> dict[str, Any]:

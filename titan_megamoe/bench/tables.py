@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .records import wgrad_precision
+
 _NAMES = {
     "mega_moe": "**mega_moe, fused**",
     "all_to_all": "mega_moe, all_to_all",
@@ -18,7 +20,7 @@ def name_of(r: dict[str, Any]) -> str:
     name = _NAMES.get(r["impl"], r["impl"])
     details = [r["precision"].replace("_", " ")]
     if r["impl"] in ("mega_moe", "reference") and r["precision"] in ("fp8", "fp8_bwd"):
-        details.append(f"dW in {r.get('wgrad_precision', 'bf16')}")
+        details.append(f"dW in {wgrad_precision(r)}")
     if r.get("num_sms"):
         details.append(f"{r['num_sms']} SMs")
     if r.get("compile"):

@@ -91,11 +91,10 @@ def run(args: argparse.Namespace) -> int:
 def to_record(implementation: Implementation, events: list[Event]) -> dict[str, Any]:
     """What is an implementation's own of a trace record."""
     s = sums(events)
-    wgrad = implementation.wgrad_precision
     return {
         "impl": implementation.impl,
         "precision": implementation.precision,
-        **({"wgrad_precision": wgrad} if wgrad != "bf16" else {}),
+        **records.wgrad_field(implementation.wgrad_precision),
         "num_sms": implementation.num_sms,
         "compile": implementation.compile,
         "forward_ms": round(s.forward, 4),

@@ -89,8 +89,7 @@ def _check(args: argparse.Namespace, known: list[dict[str, Any]], console: Conso
         table.add_column(name, justify="left" if name in ("step", "layer time") else "right")
     for residual in check.residuals(known):
         r, p = residual.record, residual.prediction
-        name = f"{r['source']}: {r['model']} {r['layers']} layers, {r['gpus']} GPUs, "
-        name += f"{r['impl']} {r['precision']}" + check.details(r)
+        name = check.step_name(r)
         if p is None:
             table.add_row(name, f"{r['step_s_mean']:.3f}", "", "", residual.words)
             continue

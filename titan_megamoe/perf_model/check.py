@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.jobfile import JobFacts, read_job
+from ..bench.records import wgrad_field, wgrad_precision
 from ..errors import ConfigError
 from ..torchtitan.jobs import TRAIN_CONFIGS
 from .step import Prediction, predict
@@ -51,14 +52,18 @@ def facts_of(record: Mapping[str, Any]) -> JobFacts:
         precision=record["precision"],
         num_sms=record.get("num_sms", 0),
         reserved_sms=record.get("reserved_sms", 0),
-        wgrad_precision=record.get("wgrad_precision", "bf16"),
+        wgrad_precision=wgrad_precision(record),
     )
 
 
-def details(record: Mapping[str, Any]) -> str:
-    """What else tells a step from another one, as the end of its name."""
-    wgrad = record.get("wgrad_precision", "bf16")
-    return ("" if wgrad == "bf16" else f", dW in {wgrad}") + ("" if record["compile"] else ", eager")
+def step_name(r: Mapping[str, Any]) -> str:
+    """What tells a known step from the others."""
+    wgrad = wgrad_precision(r)
+    return (
+        f"{r['source']}: {r['model']}, {r['layers']} layers, {r['gpus']} GPUs, {r['impl']} {r['precision']}"
+        + ("" if wgrad == "bf16" else f", dW in {wgrad}")
+        + ("" if r["compile"] else ", eager")
+    )
 
 
 def residuals(records: Iterable[Mapping[str, Any]]) -> list[Residual]:
@@ -124,7 +129,7 @@ def to_record(prediction: Prediction) -> dict[str, Any]:
         "ac": facts.ac,
         "compile": facts.compile,
         "num_sms": facts.num_sms,
-        **({"wgrad_precision": facts.wgrad_precision} if facts.wgrad_precision != "bf16" else {}),
+        **wgrad_field(facts.wgrad_precision),
         "step_s_mean": round(step.seconds, 4),
         "step_s_half_range": round(step.half_range, 4),
         "tokens_per_s_per_gpu": round(prediction.tokens_per_s_per_gpu, 1),

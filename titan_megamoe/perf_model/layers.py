@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..bench.records import wgrad_precision
 from ..bench.shapes import SHAPES, LayerShape
 from ..errors import ConfigError
 from .estimate import ZERO, Estimate, excess
@@ -131,7 +132,7 @@ class Layers:
             fits = r["model"] == model and r["impl"] == impl and r["precision"] == precision
             if fits and r["routing"] in ("uniform", "unknown"):
                 setting = (r.get("run"), r["tokens"], r["ep"], r["compile"], r["num_sms"], r["router"],
-                           r.get("wgrad_precision", "bf16"))  # fmt: skip
+                           wgrad_precision(r))  # fmt: skip
                 runs.setdefault(setting, {})[r["phase"]] = r
         pairs = [(v["forward"], v["backward"]) for v in runs.values() if {"forward", "backward"} <= set(v)]
         if not pairs:
@@ -141,7 +142,7 @@ class Layers:
             r = pair[0]
             return (
                 abs(math.log2(r["ep"] / ep)), abs(math.log2(r["tokens"] / tokens)), r["router"],
-                r.get("wgrad_precision", "bf16") != wgrad,
+                wgrad_precision(r) != wgrad,
                 bool(num_sms) and r["num_sms"] != num_sms, r["compile"] != compiled,
                 sum(p["ms_median"] for p in pair),
             )  # fmt: skip

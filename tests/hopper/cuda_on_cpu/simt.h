@@ -405,13 +405,12 @@ DEVICE void add_release(u32* counter, u32 value) {
     ++progress;
     sleeps = 0;
 }
-DEVICE u32 take(u32* counter, u32 value) {
+DEVICE u32 take_one(u32* counter) {
     yield_fiber();
     const u32 before = *counter;
-    add_release(counter, value);
+    add_release(counter, 1);
     return before;
 }
-DEVICE u32 take_one(u32* counter) { return take(counter, 1); }
 DEVICE void fence_async_proxy_global() { fibers[current].fenced = stores; }
 
 // --- words that ranks share, and those of a call ----------------------------------------------------------

@@ -305,12 +305,12 @@ def combine(
     parts = 1 if dweight_parts is None else dweight_parts.shape[0]
     lead, groups = block_counts(grid_chunks, own, shape.world, LEAD_CHUNKS)
     blocks, timeout_ns = lead + groups * shape.world, int(min(timeout_s, 1e9) * 1e9)
-    if kernel == "cuda" and rows is not None and out is not None and dweight is None and passes == 1:
-        if takes(shape):
-            combine_cuda(
-                plan, workspace, ids, signature, timeout_ns, rows=rows, out=out, lead=lead, blocks=blocks
-            )
-            return
+    forward = dweight is None and passes == 1
+    if kernel == "cuda" and forward and rows is not None and out is not None and takes(shape):
+        combine_cuda(
+            plan, workspace, ids, signature, timeout_ns, rows=rows, out=out, lead=lead, blocks=blocks
+        )
+        return
     bound = _bound(shape, passes, hidden, lead, rows is not None, dweight is not None)
     launch_triton(bound, (blocks,),
         dummy if rows is None else rows, plan.slot_row, plan.tokens, plan.ok, ids,

@@ -20,7 +20,7 @@ from .jit import cached_cubin
 MAX_TOP_K = MAX_WORLD = 32
 """A lane each; more stay in Triton, on all ranks alike."""
 VARIANT: tuple[str, tuple[str, ...]] = ("combine", ())
-"""The kernel and its macros, as fp8_gemm.VARIANTS lists them."""
+"""The kernel and its macros."""
 KINDS = ("ptr",) * 12 + ("i32",) * 10 + ("i64",)
 NAMES = ("triton", "cuda")
 

@@ -254,12 +254,12 @@ def _weights_in_bf16(
     x_RH = None if dgu16 is None else call.x.new_empty(plan.shape.pool_rows, call.hidden)
 
     def expand_x() -> None:
-        rows, delta = peers_x, workspace.delta
-        if isinstance(rows, PeerCopies):
-            rows.done.wait()
-            rows, delta = rows.rows, workspace.copies_delta
-        copied = rows is not peers_x
-        expand(plan, call.x, rows, delta, from_peers=copied, out=x_RH, state=workspace.state)
+        if isinstance(peers_x, PeerCopies):
+            peers_x.done.wait()
+            rows, delta, by_token = peers_x.rows, workspace.copies_delta, True
+        else:
+            rows, delta, by_token = peers_x, workspace.delta, False
+        expand(plan, call.x, rows, delta, from_peers=by_token, out=x_RH, state=workspace.state)
 
     if needs.w2:
         assert dy_RH is not None and h is not None

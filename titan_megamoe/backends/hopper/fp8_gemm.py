@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ...precision.quantize import BLOCK
-from .combine_cuda import VARIANT as COMBINE
 from .cuda_kernels import (
     box_map,
     launch,
@@ -96,7 +95,6 @@ VARIANTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("fp8_wgrad", ()),
     ("fp8_wgrad", ("FP32",)),
     ("fp8_columns", ()),
-    COMBINE,
 )
 """Every kernel that a call may need, and its macros."""
 

@@ -5,11 +5,12 @@
 // over the blocks t of 128 pool rows that are the expert's; see ring.cuh for the roles. a and b lie with the tokens
 // contiguous; their padding rows are 0. With two matrices in a there are two gradients (dW1 and dW3 from dg and du).
 //
-// Tiles of 128 rows × 256 columns of one gradient (with three warpgroups 192 × 128): columns fastest, then rows, gradients, experts, so that the blocks
-// of one moment read the same tokens from L2. An expert without tokens gets zeros. Every tile is written.
+// Tiles of 128 rows × 256 columns of one gradient (with three warpgroups 192 × 128): columns fastest, then rows,
+// gradients, experts, so that the blocks of one moment read the same tokens from L2. An expert without tokens gets
+// zeros. Every tile is written.
 //
-// A stage brings the scales of its rows and columns along. The scales of the columns differ in every register, so promotion costs two
-// operations an element; they come from shared memory eight columns at a time.
+// A stage brings the scales of its rows and columns along. Those of the columns differ in every register, so promotion
+// costs two operations an element; they come from shared memory eight columns at a time.
 
 struct Weights {
     const float* scale_a;  // (gradients, blocks, a_scales)

@@ -170,14 +170,8 @@ DEVICE void add_release(u32* counter, u32 value) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
 }
 
-// The sum before; orders nothing.
-DEVICE u32 take(u32* counter, u32 value) {
-    u32 before;
-    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");
-    return before;
-}
-
-// take(counter, 1), of less than 2^31 in all. An addition is combined over the warp, which waits for the sum at once.
+// Adds one, of less than 2^31 in all: the value before; orders nothing. Not an addition: that is combined over the warp,
+// which waits for the sum at once.
 DEVICE u32 take_one(u32* counter) {
     u32 before;
     asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;"
