@@ -6,14 +6,19 @@ import random
 
 import pytest
 import torch
-from matrix import BF16
+from matrix import IMPLEMENTATIONS
 from torch import Tensor
 
 from titan_megamoe import MegaMoEConfig, UnsupportedError, mega_moe
 from titan_megamoe.testing.problems import Problem, device_of, ep_group, leaves
 
 pytestmark = pytest.mark.gpu
-ON_GPU = [p for p in BF16 if p.values[1] == "cuda"]
+ON_GPU = [
+    p
+    for p in IMPLEMENTATIONS
+    if p.values[1] == "cuda" and (p.values[0].backend == "fused" or p.values[0].precision == "bf16")
+]
+"""What has kernels of its own: the emulated precisions share the unfused backends' code."""
 WORLDS = [1, pytest.param(2, marks=pytest.mark.multi_gpu)]
 SLEEP = 2_000_000  # GPU cycles, about 1 ms
 
