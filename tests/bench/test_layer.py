@@ -137,13 +137,13 @@ def test_a_trial_is_off_or_stays_on(cpu: Setting, monkeypatch) -> None:
         return hopper.FusedBackend.first_half, hopper.FusedBackend.combine_in
 
     monkeypatch.setattr(implementations, "_ours", lambda *_: lambda inputs: seen.append(now()))
-    both = build("mega_moe+expand+combine", cpu)
-    assert both.impl == "mega_moe+expand+combine"
+    both = build("mega_moe+expand+combine_triton", cpu)
+    assert both.impl == "mega_moe+expand+combine_triton"
     trial, plain = build("mega_moe+expand@fp8", cpu), build("mega_moe@fp8", cpu)
     assert (trial.impl, trial.precision, plain.impl) == ("mega_moe+expand", "fp8", "mega_moe")
     trial.forward(None), plain.forward(None), both.forward(None)
-    assert seen == [("expanded", "triton"), ("auto", "triton"), ("expanded", "cuda")]
-    assert now() == ("auto", "triton")
+    assert seen == [("expanded", "cuda"), ("auto", "cuda"), ("expanded", "triton")]
+    assert now() == ("auto", "cuda")
     with pytest.raises(ConfigError, match="is unknown"):
         build("all_to_all+expand", cpu)
     with pytest.raises(ConfigError, match="is unknown"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import logging
 import os
 import shutil
 import subprocess
@@ -28,7 +29,7 @@ from cuda_on_cpu import kernels
 
 from titan_megamoe.backends.hopper import combine as c
 from titan_megamoe.backends.hopper import combine_cuda, cuda_kernels, layout, status, symmetric
-from titan_megamoe.errors import ConfigError, UnsupportedError
+from titan_megamoe.errors import ConfigError
 from titan_megamoe.routing import PlanShape, plan_reference
 from titan_megamoe.workspace import Geometry, _part_bytes
 
@@ -475,24 +476,26 @@ def test_cuda_takes_a_combine_that_it_cannot_do(monkeypatch):
     assert close(a, **whole, passes=2) == close(many, rows=many.rows, out=many.y) == "triton"
 
 
-def test_a_missing_compiler_or_a_typing_error_is_passed_over(monkeypatch, tmp_path):
+def test_a_missing_compiler_stops_bf16_or_a_typing_error_is_passed_over(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("TITAN_MEGAMOE_NVCC", str(tmp_path / "missing"))
     monkeypatch.setenv("TITAN_MEGAMOE_CACHE", str(tmp_path))
     monkeypatch.setattr(cuda_kernels, "find_nvrtc", lambda: None)
     monkeypatch.setattr(cuda_kernels, "has_cubin", lambda *a: False)
-    combine_cuda._check_kernel.cache_clear()
-    combine_cuda.check_combine("triton")
-    with pytest.raises(UnsupportedError, match="combine.*no compiler"):
-        combine_cuda.check_combine("cuda")
+    monkeypatch.setattr(logging.getLogger("titan_megamoe"), "propagate", True)
+    combine_cuda._compiled.cache_clear()
+    assert combine_cuda.combine_kernel("triton") == "triton" and not caplog.records
+    assert [combine_cuda.combine_kernel("cuda") for _ in range(2)] == ["triton"] * 2
+    (record,) = caplog.records
+    assert "no compiler" in record.getMessage() and "nvcc" in record.getMessage()
     with pytest.raises(ConfigError, match="'triton', 'cuda'"):
-        combine_cuda.check_combine("CUDA")
+        combine_cuda.combine_kernel("CUDA")
     made = []
     monkeypatch.setattr(cuda_kernels, "has_cubin", lambda *a: True)
     monkeypatch.setattr(combine_cuda, "cached_cubin", lambda *a: made.append(a[1:]))
-    combine_cuda.check_combine("cuda")
-    combine_cuda.check_combine("cuda")
+    combine_cuda._compiled.cache_clear()
+    assert [combine_cuda.combine_kernel("cuda") for _ in range(2)] == ["cuda"] * 2
     assert made == [combine_cuda.VARIANT]
-    combine_cuda._check_kernel.cache_clear()
+    combine_cuda._compiled.cache_clear()
 
 
 BACKEND = """
@@ -506,6 +509,7 @@ from titan_megamoe.backends.hopper import combine, combine_cuda, fp8_backend
 from titan_megamoe.errors import ConfigError
 
 patch.setattr(combine_cuda, "cached_cubin", lambda *a: b"")
+patch.setattr(combine_cuda, "why_missing", lambda *a: None)
 group, launch, real, seen = no_gpu.two_ranks(), combine_cuda.launch_blocks, combine.launch_triton, []
 
 def launched(name, kinds, arguments, device, blocks, **options):
@@ -526,7 +530,7 @@ for precision in ("bf16", "fp8", "fp8_bwd"):
         Needs(*(True,) * 5),
     )
     backend = fp8_backend.Fp8FusedBackend()
-    assert backend.combine_in == "triton"
+    assert backend.combine_in == "cuda"
     for name in ("triton", "cuda"):
         seen.clear()
         backend.combine_in = name

@@ -96,6 +96,7 @@ def beside(ready, device, head_start_ns=0):
 
 fused.now, fused.beside = (lambda: None), beside
 backend = fused.FusedBackend()
+backend.combine_in = "triton"  # combine.cu has a simulator of its own: test_combine_cuda.py
 backend.first_half = "expanded"
 
 T, K, e, H, I = 150, 2, 3, 72, 88

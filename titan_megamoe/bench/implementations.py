@@ -115,7 +115,7 @@ def build(label: str, setting: Setting) -> Implementation:
 
 TRIALS: dict[str, dict[str, object]] = {
     "expand": {"first_half": "expanded"},
-    "combine": {"combine_in": "cuda"},
+    "combine_triton": {"combine_in": "triton"},
 }
 """Attributes of the fused backend that are another way to do the same, and what they are in a trial."""
 

@@ -30,7 +30,7 @@ from ...routing import PlanShape, RoutingPlan
 from ...workspace import Workspace, existing_workspace, get_workspace
 from ..base import Begun, Gradients, MoECall, StagedBackend
 from .combine import combine
-from .combine_cuda import check_combine
+from .combine_cuda import combine_kernel
 from .dispatch_gemm1 import dispatch_gemm1
 from .expand import expand
 from .gemm_common import SPECIALIZED, check_dims, grid_size, operand
@@ -56,12 +56,12 @@ class FusedBackend(StagedBackend):
         first_half: what dispatch and GEMM1 of a forward are: "gathered" (one launch: dispatch_gemm1.py, in
             fp8 fp8_dispatch.py), "expanded" (rows into the pool first, then a dense GEMM), or "auto", which
             decides from H and I, in fp8 for "gathered".
-        combine_in: "triton", or "cuda" for forwards in one pass (combine_cuda.py); the same bits.
+        combine_in: "cuda" for forwards in one pass (combine_cuda.py), or "triton" for all; the same bits.
     """
 
     name = "fused"
     first_half = "auto"
-    combine_in = "triton"
+    combine_in = "cuda"
 
     def expands(self, call: MoECall) -> bool:
         """Whether a forward expands its rows before GEMM1 instead of gathering them in it.
@@ -101,7 +101,7 @@ class FusedBackend(StagedBackend):
     def begin(self, call: MoECall) -> Begun:
         # What every rank refuses alike comes first: the peers are not told of it.
         check_dims(call.hidden, call.intermediate)
-        check_combine(self.combine_in)
+        combined_in = combine_kernel(self.combine_in)
         save = any(call.needs)
         workspace, shape = _prepare(call)
         config, shared = call.config, shape.world > 1
@@ -123,7 +123,7 @@ class FusedBackend(StagedBackend):
                 gemm_down(h, w2, plan.tiles, out=rows, reserved_sms=reserved)
                 combine(
                     plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=y,
-                    pass_index=index, passes=passes, kernel=self.combine_in,
+                    pass_index=index, passes=passes, kernel=combined_in,
                 )  # fmt: skip
 
             entered = now() if shared else None

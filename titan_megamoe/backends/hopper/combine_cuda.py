@@ -8,11 +8,12 @@ several passes, no rows) stays in Triton.
 from __future__ import annotations
 
 import functools
+import logging
 
 import torch
 from torch import Tensor
 
-from ...errors import ConfigError, UnsupportedError
+from ...errors import ConfigError
 from ...routing import PlanShape, RoutingPlan
 from .cuda_kernels import cuda_source, launch_blocks, why_missing
 from .jit import cached_cubin
@@ -24,22 +25,29 @@ VARIANT: tuple[str, tuple[str, ...]] = ("combine", ())
 KINDS = ("ptr",) * 12 + ("i32",) * 10 + ("i64",)
 NAMES = ("triton", "cuda")
 
+logger = logging.getLogger("titan_megamoe")
 
-def check_combine(name: str) -> None:
-    """Raise ConfigError unless there is such a combine, UnsupportedError if its kernel cannot be had here."""
+
+def combine_kernel(name: str) -> str:
+    """Which kernel a forward's combine takes here: `name`, or "triton" where "cuda" cannot be had.
+
+    bf16 needs no CUDA compiler otherwise, so that is a warning, once. Bits and protocol are the same, so
+    ranks may differ. Raises ConfigError for a name that is none of NAMES.
+    """
     if name not in NAMES:
         raise ConfigError(f"combine_in is {name!r}, but must be one of {', '.join(map(repr, NAMES))}.")
-    if name == "cuda":
-        _check_kernel()
+    return "cuda" if name == "cuda" and _compiled() else "triton"
 
 
 @functools.cache
-def _check_kernel() -> None:
+def _compiled() -> bool:
     reason = why_missing([VARIANT])
     if reason is not None:
-        raise UnsupportedError(f"backend 'fused' cannot combine in CUDA: {reason}; or combine in Triton.")
+        logger.warning("Forwards combine in Triton, a little slower and to the same bits: %s", reason)
+        return False
     name, defines = VARIANT
     cached_cubin(cuda_source(name), name, defines)  # now, and not while peers wait inside the call
+    return True
 
 
 def takes(shape: PlanShape) -> bool:

@@ -31,7 +31,7 @@ from ...workspace import Workspace
 from ..base import Begun, Gradients, MoECall
 from .backend import FusedBackend, _activation, _open, _prepare, _resumable, _signature, _unbroken
 from .combine import combine
-from .combine_cuda import check_combine
+from .combine_cuda import combine_kernel
 from .expand import expand
 from .fp8_dispatch import MAX_TOP_K, Dispatch, progress_words
 from .fp8_expand import expand_both, expand_fp8, expand_kept, receive
@@ -74,7 +74,7 @@ class Fp8FusedBackend(FusedBackend):
             check_fp8_dims(call.hidden, call.intermediate)
         if call.config.precision != "fp8":
             return super().begin(call)
-        check_combine(self.combine_in)
+        combined_in = combine_kernel(self.combine_in)
         save = any(call.needs)
         workspace, shape = _prepare(call)
         config = call.config
@@ -110,7 +110,7 @@ class Fp8FusedBackend(FusedBackend):
             y = torch.empty_like(call.x)
             combine(
                 plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=y,
-                kernel=self.combine_in,
+                kernel=combined_in,
             )  # fmt: skip
             return y
 
