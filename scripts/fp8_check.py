@@ -111,6 +111,7 @@ PREDICTED = {
     },
 }
 ROUNDS = 15
+Calls = dict[str, Callable[[], Any]]
 PATIENCE_S = 120
 
 
@@ -297,7 +298,7 @@ def check_dispatch(title: str, case: DispatchCase, w13: QuantizedWeight) -> bool
     return right
 
 
-def dispatch_calls(case: DispatchCase, w13: QuantizedWeight) -> dict[str, Callable[[], Any]]:
+def dispatch_calls(case: DispatchCase, w13: QuantizedWeight) -> Calls:
     dispatch, pool = case.dispatch, case.pool
     plan = dispatch.plan
     assert dispatch.remote is not None
@@ -321,9 +322,7 @@ def dispatch_calls(case: DispatchCase, w13: QuantizedWeight) -> dict[str, Callab
     }
 
 
-def deep_gemm_calls(
-    experts: Experts, w13: QuantizedWeight, w2: QuantizedWeight
-) -> dict[str, Callable[[], Any]]:
+def deep_gemm_calls(experts: Experts, w13: QuantizedWeight, w2: QuantizedWeight) -> Calls:
     """deep_gemm on our pool: rows in use, rows of a bound twice as large, ends of experts on the device."""
     try:
         import deep_gemm
@@ -346,7 +345,7 @@ def deep_gemm_calls(
         )
         for pair, dim in (((w13.data, w13.scale), 1), ((w13.data_t, w13.scale_t), 2))
     )
-    calls: dict[str, Callable[[], Any]] = {}
+    calls: Calls = {}
 
     def call(*arguments: Any, **options: Any) -> Callable[[], Any]:
         return lambda: grouped(*arguments, **options)
@@ -367,7 +366,7 @@ def deep_gemm_calls(
     return calls | deep_gemm_weight_gradients(deep_gemm, experts)
 
 
-def deep_gemm_weight_gradients(deep_gemm: Any, experts: Experts) -> dict[str, Callable[[], Any]]:
+def deep_gemm_weight_gradients(deep_gemm: Any, experts: Experts) -> Calls:
     """deep_gemm's k-grouped GEMM, which adds to fp32 gradients; for dW1 and dW3 it is called twice."""
     offs = experts.tiles.offs.tolist()
     rows = [end - begin for begin, end in pairwise(offs)]
@@ -391,7 +390,7 @@ def deep_gemm_weight_gradients(deep_gemm: Any, experts: Experts) -> dict[str, Ca
     return {"dW2, deep_gemm, fp32": call(h, i, 1), "dW13, deep_gemm, fp32": call(i, h, 2)}
 
 
-def our_calls(experts: Experts, w13: QuantizedWeight, w2: QuantizedWeight) -> dict[str, Callable[[], Any]]:
+def our_calls(experts: Experts, w13: QuantizedWeight, w2: QuantizedWeight) -> Calls:
     tiles, weight = experts.tiles, experts.weight
     x, dy = gpu_rows(experts.x), gpu_rows(experts.dy)
     h, gate_up = gemm_up_fp8(x, w13, weight, tiles)
@@ -405,7 +404,7 @@ def our_calls(experts: Experts, w13: QuantizedWeight, w2: QuantizedWeight) -> di
     tokens = experts.x[:TOKENS].nan_to_num().contiguous()
     others = experts.dy[:TOKENS].nan_to_num().contiguous()
     data, scale = quantize_rows(tokens)
-    calls: dict[str, Callable[[], Any]] = {
+    calls: Calls = {
         "gemm1": lambda: gemm_up_fp8(x, w13, weight, tiles),
         "gemm1, inference": lambda: gemm_up_fp8(x, w13, weight, tiles, save=False),
         "gemm2": lambda: gemm_plain_fp8(h, w2.data, w2.scale, tiles, out=out),
@@ -457,8 +456,8 @@ ABLATIONS: dict[str, list[tuple[str, str]]] = {
     ],
 }  # fmt: skip
 """Replacements in a kernel's source; each keeps the ring's protocol."""
-_UNTIL_WRITTEN = "[&](const Tile& tile) { written.wait(tile); }"
-_AT_ONCE = "[&](const Tile&) { __syncwarp(); }"
+_UNTIL_WRITTEN = "ready.wait(tile);"
+_AT_ONCE = "__syncwarp();"
 _STORE = "if (i * 512 < d.hidden - byte) store_words(to + i * 512, words[WHICH][i]);"
 DISPATCH_ABLATIONS: dict[str, list[tuple[str, str]]] = {
     "no wait": [(_UNTIL_WRITTEN, _AT_ONCE)],
@@ -470,72 +469,44 @@ DISPATCH_ABLATIONS: dict[str, list[tuple[str, str]]] = {
 """The same for dispatch inside GEMM1. Without waits rows may be read before they are written."""
 
 
-_EMPTY = "                barrier_wait(s.empty(at.stage), at.round ^ 1);\n"
-_FULL = "                const u32 full = s.full(at.stage), to = s.stage(at.stage), scales"
-_BOXES = " = s.scales(at.stage);\n                load_box(to, a, full, block * BLOCK, tile.row, segment);"
-_HALF = "                if (more_tiles && segment == 0 && block == p.k_blocks / 2) ready(next);\n"
 CANDIDATES: dict[str, list[tuple[str, str]]] = {
-    "tile ahead": [
-        (
-            "        ready(tile);\n        if (threadIdx.x != MATH_THREADS) continue;\n",
-            "        if (tiles.unit == int(blockIdx.x)) ready(tile);\n"
-            "        Tiles after = tiles;\n"
-            "        after.advance();\n"
-            "        const bool more_tiles = after.more();\n"
-            "        const Tile next = more_tiles ? after.tile() : tile;\n"
-            "        if (threadIdx.x != MATH_THREADS) {\n"
-            "            if (more_tiles) ready(next);\n"
-            "            continue;\n"
-            "        }\n",
-        ),
-        (_EMPTY + _FULL + _BOXES, _EMPTY + _HALF + _FULL + _BOXES),
-    ],
+    "fixed tiles": [("constexpr bool CLAIMS = true;", "constexpr bool CLAIMS = false;")],
 }
-"""Other texts of the kernels with the same results, to be timed. "tile ahead": the filling warp looks up the
-next tile's expert while it fills this one, and waits for its rows (dispatch) in the middle of this one and
-not between the two, where finding all rows written costs 0.015 ms at 30B and 0.1 at 235B. Predicted: that
-much less with dispatch, nothing without (docs/design_fp8.md)."""
+"""Other texts of the kernels with the same results, to be timed. "fixed tiles": block p takes tiles p, p + G,
+… and claims none, as it was before. Predicted: no difference on a GPU where nothing else runs."""
 
 
 @contextlib.contextmanager
 def source_with(changes: list[tuple[str, str]]) -> Iterator[None]:
     """Kernels launched inside are compiled from changed text."""
     original = cuda_kernels.cuda_source
-
-    def changed(name: str) -> str:
-        text = original(name)
-        for before, after in changes:
-            assert text.count(before) == 1, before
-            text = text.replace(before, after)
-        return text
-
-    cuda_kernels.cuda_source = changed  # type: ignore[assignment]
-    cuda_kernels._loaded.cache_clear()
+    cuda_kernels.cuda_source = lambda name: changed(original(name), tuple(changes))
     try:
         yield
     finally:
         cuda_kernels.cuda_source = original
-        cuda_kernels._loaded.cache_clear()
+
+
+@functools.cache
+def changed(text: str, changes: tuple[tuple[str, str], ...]) -> str:
+    for before, after in changes:
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    return text
 
 
 @contextlib.contextmanager
 def wgrad_ring(ring: cuda_kernels.Ring) -> Iterator[None]:
     """fp8_wgrad is compiled and launched with that ring inside."""
     original = cuda_kernels.RINGS["fp8_wgrad"]
-
-    def take(ring: cuda_kernels.Ring) -> None:
-        cuda_kernels.RINGS["fp8_wgrad"] = ring
-        cuda_kernels.cuda_source.cache_clear()
-        cuda_kernels._loaded.cache_clear()
-
-    take(ring)
+    cuda_kernels.RINGS["fp8_wgrad"] = ring
     try:
         yield
     finally:
-        take(original)
+        cuda_kernels.RINGS["fp8_wgrad"] = original
 
 
-def check_wgrad(title: str, calls: dict[str, Callable[[], Any]]) -> bool:
+def check_wgrad(title: str, calls: Calls) -> bool:
     """Every ring of fp8_wgrad gives the same bits."""
     wanted, right = {name: call() for name, call in calls.items()}, True
     for what, ring in cuda_kernels.WGRAD_RINGS.items():
@@ -550,7 +521,7 @@ def check_wgrad(title: str, calls: dict[str, Callable[[], Any]]) -> bool:
     return right
 
 
-FILLED = ("fp8_up", "fp8_plain", "fp8_down_backward")
+FILLED = ("fp8_up", "fp8_plain")
 """Kernels whose text CANDIDATES change."""
 
 
@@ -568,19 +539,28 @@ def compile_all() -> None:
         list(threads.map(lambda kernel: cached_cubin(*kernel), wanted))
 
 
-def times_with(
-    changes: dict[str, list[tuple[str, str]]], calls: dict[str, Callable[[], Any]]
-) -> dict[str, list[float]]:
-    """Times of `calls` compiled with each of the changes."""
-    times: dict[str, list[float]] = {}
+def within(scope: Callable[[], contextlib.AbstractContextManager[None]], what: str, calls: Calls) -> Calls:
+    """The calls, each made inside of scope()."""
+
+    def inside(call: Callable[[], Any]) -> Callable[[], Any]:
+        def made() -> Any:
+            with scope():
+                return call()
+
+        return made
+
+    return {f"{name}, {what}": inside(call) for name, call in calls.items()}
+
+
+def changed_calls(changes: dict[str, list[tuple[str, str]]], calls: Calls) -> Calls:
+    """`calls` compiled with each of the changes."""
+    made: Calls = {}
     for what, change in changes.items():
-        say(f"timing {what}")
-        with source_with(change):
-            times |= times_of({f"{name}, {what}": call for name, call in calls.items()})
-    return times
+        made |= within(functools.partial(source_with, change), what, calls)
+    return made
 
 
-def times_of(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
+def times_of(calls: Calls) -> dict[str, list[float]]:
     """Milliseconds of every call that runs, in turns."""
     alive = dict(calls)
     for name, call in calls.items():
@@ -666,16 +646,15 @@ def main() -> int:
         experts.dy.nan_to_num_()
         w13, w2 = quantize_weights([experts.w1, experts.w3]), quantize_weights([experts.w2])
         ours = our_calls(experts, w13, w2)
-        times = times_of(ours | deep_gemm_calls(experts, w13, w2))
         gemms = {name: ours[name] for name in ("gemm1", "gemm2", "dgrad1")}
-        times |= times_with(CANDIDATES, gemms | {"dgrad2, columns": ours["dgrad2, columns"]})
+        tried = changed_calls(CANDIDATES, gemms)
         dw = {name: ours[name] for name in ("dW2", "dW13")}
         right &= check_wgrad(model, dw)
         for what, ring in cuda_kernels.WGRAD_RINGS.items():
-            with wgrad_ring(ring):
-                times |= times_of({f"{name}, {what}": call for name, call in dw.items()})
+            tried |= within(functools.partial(wgrad_ring, ring), what, dw)
         if options.ablate:
-            times |= times_with(ABLATIONS, gemms)
+            tried |= changed_calls(ABLATIONS, gemms)
+        times = times_of(ours | tried | deep_gemm_calls(experts, w13, w2))
         rows += results(model, experts, times)
         write(options.out, right, rows)
         del ours, experts, w13, w2
@@ -689,9 +668,10 @@ def main() -> int:
                 right &= check_dispatch(f"{model}, {what}", case, w13)
         if not options.skip_times:
             calls, inside = dispatch_calls(case, w13), "gemm1, with dispatch"
-            times = times_of(calls) | times_with(CANDIDATES, {inside: calls[inside]})
+            tried = changed_calls(CANDIDATES, {inside: calls[inside]})
             if options.ablate:
-                times |= times_with(DISPATCH_ABLATIONS, {inside: calls[inside]})
+                tried |= changed_calls(DISPATCH_ABLATIONS, {inside: calls[inside]})
+            times = times_of(calls | tried)
             rows += results(model, experts, times)
         write(options.out, right, rows)
         del experts, w13, case

@@ -237,9 +237,15 @@ def _wait(soak: Soak, delays: random.Random, device: torch.device) -> None:
 def _errors(
     soak: Soak, layer: _Layer, everyone: list[Inputs], results: list[Tensor], rank: int
 ) -> list[list[float]]:
-    """(6 results × SUMS) over all ranks: this rank adds what it holds, its tokens and its experts."""
+    """(6 results × SUMS) over all ranks: this rank adds what it holds, its tokens and its experts.
+
+    fp8 weight gradients quantize blocks of 128 rows, which fused orders from its own rank on (routing.py) and
+    the other backends from rank 0: so does the emulation.
+    """
+    first = rank if soak.backend == "fused" else 0
+    order = [(first + i) % soak.ranks for i in range(soak.ranks)]
     x, ids, weights, dy = (
-        torch.cat([getattr(i, name) for i in everyone]) for name in ("x", "ids", "weights", "dy")
+        torch.cat([getattr(everyone[r], name) for r in order]) for name in ("x", "ids", "weights", "dy")
     )
     w1, w3, w2 = layer.all
     exact = moe_oracle(x, ids, weights, w1, w3, w2, dy)
@@ -249,7 +255,7 @@ def _errors(
         emulation = moe_oracle(
             x, ids, weights, w1, w3, w2, dy, get_recipe(soak.precision, soak.config.wgrad_precision)
         )
-    before = sum(i.x.shape[0] for i in everyone[:rank])
+    before = sum(everyone[r].x.shape[0] for r in order[: order.index(rank)])
     tokens = slice(before, before + everyone[rank].x.shape[0])
     rows = []
     for name, ours in zip(RESULT_NAMES, results, strict=True):

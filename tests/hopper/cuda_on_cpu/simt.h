@@ -165,6 +165,7 @@ DEVICE u32 __ballot_sync(u32, bool vote) {
     for (int i = 0; i < 32; ++i) all |= votes[i] << i;
     return all;
 }
+DEVICE bool __any_sync(u32 mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
 DEVICE u32 __reduce_max_sync(u32, u32 value) {
     const u32* values = gather(value);
     return *std::max_element(values, values + 32);
@@ -516,6 +517,11 @@ DEVICE void load_shared_pair(u32 address, float& first, float& second) {
     if (address % 8) fail("a shared load is misaligned");
     first = load_shared(address);
     second = load_shared(address + 4);
+}
+DEVICE u32 __float_as_uint(float x) {
+    u32 bits;
+    memcpy(&bits, &x, 4);
+    return bits;
 }
 DEVICE u32 load_shared_word(u32 address) {
     u32 x;

@@ -32,10 +32,11 @@ class Ring(NamedTuple):
     Attributes:
         stages: of the ring; 48 KB of operands each, of 128 rows and two column blocks.
         pieces: 2 KB of results a warp can have on their way out.
-        scales: fp32 scales that come with a stage: of its rows, of its two weight blocks, and two unused.
+        scales: words that come with a stage: scales of its rows and of its two weight blocks, and the Header.
         registers: of a multiplying thread; the loading ones have what is left.
         warpgroups: that multiply, 64 rows of a tile each.
         column_blocks: of a tile.
+        claims: whether blocks claim tiles; where registers are short, each has every G-th one.
     """
 
     stages: int = 3
@@ -44,6 +45,7 @@ class Ring(NamedTuple):
     registers: int = 232
     warpgroups: int = 2
     column_blocks: int = 2
+    claims: bool = True
 
     @property
     def rows(self) -> int:
@@ -64,14 +66,14 @@ class Ring(NamedTuple):
 
 
 RINGS = {
-    "fp8_down_backward": Ring(stages=4, pieces=2, registers=240),
-    "fp8_wgrad": Ring(pieces=4, scales=3 * COLUMN_BLOCK),
+    "fp8_down_backward": Ring(stages=4, pieces=2, registers=240, claims=False),
+    "fp8_wgrad": Ring(pieces=4, scales=3 * COLUMN_BLOCK + 4),
 }
 """Of the kernels to which another ring than the default is better; docs/experiments_gemm.md."""
 
 WGRAD_RINGS = {
     "three warpgroups": Ring(
-        stages=4, pieces=2, scales=5 * COLUMN_BLOCK // 2, registers=160, warpgroups=3, column_blocks=1
+        stages=4, pieces=2, scales=5 * COLUMN_BLOCK // 2 + 4, registers=160, warpgroups=3, column_blocks=1
     ),
 }
 """Of fp8_wgrad, to be timed (scripts/fp8_check.py; docs/design_fp8.md)."""
@@ -105,21 +107,45 @@ PARTS = {
 
 ONE_PER_SM = GemmConfig()
 
+_claims: dict[tuple[torch.device, int], Tensor] = {}
 
-@functools.cache
+
+def claims(device: torch.device) -> Tensor:
+    """(2,) int32 zeros, for the launch that follows on the device's current stream (Claims of cuda/ring.cuh).
+
+    Launches on one stream come one after the other and leave zeros behind, so a stream has one such tensor. A
+    CUDA graph may be replayed on another stream: what is captured gets its own, set to 0 by each replay.
+    """
+    if device.type != "cuda":
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    stream = device, torch._C._cuda_getCurrentRawStream(index)
+    if stream not in _claims:
+        _claims[stream] = torch.zeros(2, dtype=torch.int32, device=device)
+    return _claims[stream]
+
+
 def cuda_source(name: str) -> str:
     """The whole text of a kernel: what it shares with the others, then its own file."""
+    return _text(name, PLAIN.get(name), ring(name))
+
+
+@functools.cache
+def _text(name: str, plain: Block | None, sizes: Ring) -> str:
     folder = Path(__file__).with_name("cuda")
     own = (*PARTS.get(name, ()), f"{name}.cu")
-    if name in PLAIN:
-        threads, shared_bytes = PLAIN[name]
+    if plain is not None:
+        threads, shared_bytes = plain
         head = f"constexpr int HOST_THREADS = {threads}, HOST_SHARED_BYTES = {shared_bytes};"
         return "\n".join([head, *((folder / file).read_text() for file in ("ptx.cuh", *own))])
-    stages, pieces, scales, registers, warpgroups, column_blocks = sizes = ring(name)
+    stages, pieces, scales, registers, warpgroups, column_blocks, claims = sizes
     head = (
         f"constexpr int STAGES = {stages}, PIECES = {pieces}, SCALES = {scales};\n"
         f"constexpr int WARPGROUPS = {warpgroups}, COLUMN_BLOCKS = {column_blocks};\n"
         f"constexpr unsigned MATH_REGISTERS = {registers};\n"
+        f"constexpr bool CLAIMS = {str(claims).lower()};\n"
         f"constexpr int HOST_THREADS = {sizes.threads}, HOST_SHARED_BYTES = {sizes.shared_bytes};"
     )
     files = ("ptx.cuh", "ring.cuh", "fp8_gemm.cuh", *own)
@@ -175,17 +201,17 @@ def launch_blocks(
 
 
 def _kernel(name: str, kinds: tuple[str, ...], device: torch.device, defines: tuple[str, ...]) -> Kernel:
-    return _loaded(
-        name, kinds, torch.cuda.current_device() if device.index is None else device.index, defines
-    )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _loaded(cuda_source(name), name, block(name), kinds, index, defines)
 
 
 @functools.cache
-def _loaded(name: str, kinds: tuple[str, ...], device: int, defines: tuple[str, ...]) -> Kernel:
+def _loaded(
+    text: str, name: str, block: Block, kinds: tuple[str, ...], device: int, defines: tuple[str, ...]
+) -> Kernel:
     return load_kernel(
-        cuda_source(name), name, name, kinds, **block(name)._asdict(),
-        device=torch.device("cuda", device), defines=defines,
-    )  # fmt: skip
+        text, name, name, kinds, **block._asdict(), device=torch.device("cuda", device), defines=defines
+    )
 
 
 def box_map(x: Tensor, rows: int) -> TensorMap:

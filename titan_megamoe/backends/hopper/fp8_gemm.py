@@ -20,6 +20,7 @@ from torch import Tensor
 from ...precision.quantize import BLOCK
 from .cuda_kernels import (
     box_map,
+    claims,
     launch,
     operand_map,
     store_map,
@@ -155,7 +156,7 @@ def gemm_up_fp8(
     check_matrix("weight_R", weight_R, (rows,), torch.float32)
     h = Fp8Rows.empty(1, rows, intermediate, device)
     gate_up = x.data.new_empty(2, rows, intermediate, dtype=torch.bfloat16) if save else None
-    kinds: tuple[str, ...] = ("map",) * 4 + ("ptr",) * 4 + _TABLES + ("i32",)
+    kinds: tuple[str, ...] = ("map",) * 4 + ("ptr",) * 4 + _TABLES + ("i32", "ptr")
     source: tuple[Any, ...] = ()
     if dispatch is not None:
         dispatch.check(x.data)
@@ -168,7 +169,7 @@ def gemm_up_fp8(
             operand_map(x.data), operand_map(w13.data), h_map,
             h_map if gate_up is None else store_map(gate_up),
             x.scale, w13.scale, h.scale, weight_R, tiles.tile_expert, tiles.num_tiles, rows, intermediate,
-            cdiv(hidden, BLOCK), experts, *source,
+            cdiv(hidden, BLOCK), experts, claims(device), *source,
         ),
         device, reserved_sms=reserved_sms,
         defines=("SAVE",) * save + ("DISPATCH",) * (dispatch is not None),
@@ -213,11 +214,11 @@ def gemm_plain_fp8(
         out = a.data.new_empty(rows, columns, dtype=torch.bfloat16)
     check_matrix("out", out, (rows, columns), torch.bfloat16)
     launch(
-        "fp8_plain", ("map",) * 3 + ("ptr",) * 2 + _TABLES + ("i32", "i32"),
+        "fp8_plain", ("map",) * 3 + ("ptr",) * 2 + _TABLES + ("i32", "i32", "ptr"),
         (
             operand_map(a.data), operand_map(weight), store_map(out.view(1, rows, columns)),
             a.scale, scale, tiles.tile_expert, tiles.num_tiles, rows, columns,
-            cdiv(contraction, BLOCK), matrices, experts,
+            cdiv(contraction, BLOCK), matrices, experts, claims(device),
         ),
         device, reserved_sms=reserved_sms,
     )  # fmt: skip

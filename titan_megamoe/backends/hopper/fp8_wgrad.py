@@ -18,7 +18,7 @@ from torch import Tensor
 from ...errors import ConfigError
 from ...precision.quantize import BLOCK
 from ...routing import RoutingPlan
-from .cuda_kernels import box_map, launch, launch_blocks, operand_map, ring, store_map
+from .cuda_kernels import box_map, claims, launch, launch_blocks, operand_map, ring, store_map
 from .fp8_quantize import check_fp8_dims
 from .gemm_common import check_matrix, check_pool
 from .layout import cdiv
@@ -159,11 +159,11 @@ def wgrad_fp8(
     grads = tuple(torch.empty(experts, m, n, dtype=dtype, device=device) for _ in range(matrices))
     maps = [store_map(grad) for grad in grads]
     launch(
-        "fp8_wgrad", ("map",) * 4 + ("ptr",) * 3 + ("i32",) * 7,
+        "fp8_wgrad", ("map",) * 4 + ("ptr",) * 3 + ("i32",) * 7 + ("ptr",),
         (
             box_map(a.data, ring("fp8_wgrad").rows), operand_map(b.data), maps[0], maps[-1],
             a.scale, b.scale, tiles.offs, rows // BLOCK, a.scale.shape[2], b.scale.shape[2], m, n,
-            matrices, experts,
+            matrices, experts, claims(device),
         ),
         device, reserved_sms=reserved_sms, defines=("FP32",) * (dtype == torch.float32),
     )  # fmt: skip

@@ -204,6 +204,11 @@ struct Written {
     int row = -ROWS;  // first of the tile that was waited for last
     u32 groups = 0;   // of tokens, from the first on
 
+    static constexpr bool CLAIMS_AHEAD = true;  // the wait for rows has its way under the full stages
+
+    // The unit that lane 0 claimed, in all lanes.
+    DEVICE u32 same(u32 unit) const { return __shfl_sync(~0u, unit, 0); }
+
     // All 32 lanes; afterwards lane 0 may load the tile's rows.
     DEVICE void wait(const Tile& tile) {
         __syncwarp();  // the others come here while lane 0 still loads the tile before

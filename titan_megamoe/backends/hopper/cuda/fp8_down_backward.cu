@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_down_backward(
     int column_scales) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Problem p{scale_dy, scale_w2t, tile_expert, num_tiles, pool_rows, columns, k_blocks, 1, experts,
-                    0, BLOCK};
+                    0, BLOCK, nullptr};
     const Shared s = open_block(shared);
     if (threadIdx.x >= MATH_THREADS) {
         registers_down<LOAD_REGISTERS>();
@@ -153,9 +153,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_down_backward(
         const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         Pieces pieces{s.staging(warp)};
         const u64 scale_block = pool_rows, scale_matrix = u64(p.column_blocks()) * pool_rows;
+        Turns turns{p.tiles()};
         Position at;
-        for (Tiles tiles = p.tiles(); tiles.more(); tiles.advance()) {
-            const Tile tile = tiles.tile();
+        for (Tile tile; turns.next(s, at, tile);) {
             const int row = tile.row + warp * WARP_ROWS;
             Backward state{__ldg(weight + row + lane / 4), __ldg(weight + row + lane / 4 + 8), 0.f, 0.f, true,
                            true};

@@ -7,6 +7,7 @@
 // two weight blocks, so that between products nothing comes from farther away than shared memory.
 
 constexpr u32 ROW_SCALES_BYTES = ROWS * 4;
+constexpr u32 WEIGHT_SCALES_AT = HEADER_AT - 8;  // of the two weight blocks
 
 // What a launch multiplies. Several segments of K are separate matrices whose products add up.
 struct Problem {
@@ -21,6 +22,7 @@ struct Problem {
     int experts;             // layers from one segment to the next
     int right_layer;         // layers from the left weight to the right one
     int right_column;        // columns from the left block to the right one: 0 or BLOCK
+    u32* claims;             // (2), see Claims
 
     DEVICE int column_blocks() const { return (columns + BLOCK - 1) / BLOCK; }
     DEVICE int tile_columns() const { return BLOCK + right_column; }
@@ -31,21 +33,46 @@ struct Problem {
     DEVICE Tiles tiles() const { return Tiles(tile_expert, num_tiles, columns, tile_columns()); }
 };
 
-// Rows that were there before the launch.
-struct AlwaysReady {
-    DEVICE void operator()(const Tile&) const {}
+// The tiles of this block for those that multiply, one after the other.
+struct Turns {
+    const Tiles tiles;
+    u32 unit = blockIdx.x - gridDim.x;
+
+    // False: there are no more.
+    DEVICE bool next(const Shared& s, const Position& at, Tile& tile) {
+        unit = CLAIMS ? await_header(s, at).first : unit + gridDim.x;
+        // By a vote, so that the compiler knows warps stay together and keeps descriptors in uniform registers.
+        if (CLAIMS ? __any_sync(~0u, unit == NO_TILE) : unit >= tiles.count()) return false;
+        tile = tiles.tile(unit);
+        return true;
+    }
 };
 
-// Fill the stages of all tiles of this block: the thread that begins warpgroup 2, or all of its warp, where `ready`
-// needs that to wait for a tile's rows. `more(tile, position)` fills what an epilogue loads.
+// Rows that were there before the launch: one thread fills. A claim's way lies under the stages that are full.
+struct AlwaysReady {
+    static constexpr bool CLAIMS_AHEAD = false;
+    DEVICE u32 same(u32 unit) const { return unit; }
+    DEVICE void wait(const Tile&) {}
+};
+
+// Claim tiles and fill their stages: the thread that begins warpgroup 2, or all of its warp, where `ready` needs that
+// to wait for a tile's rows. `more(tile, position)` fills what an epilogue loads.
 template <typename More, typename Ready = AlwaysReady>
 DEVICE void fill(const Problem& p, const Shared& s, const TensorMap& a, const TensorMap& b, More more,
                  Ready ready = Ready()) {
+    const bool fills = threadIdx.x == MATH_THREADS;
+    const Claims claims{p.claims};
+    const Tiles tiles = p.tiles();
     Position at;
-    for (Tiles tiles = p.tiles(); tiles.more(); tiles.advance()) {
-        const Tile tile = tiles.tile();
-        ready(tile);
-        if (threadIdx.x != MATH_THREADS) continue;
+    const auto claim = [&] { return fills ? claims.next() : 0; };
+    u32 unit = blockIdx.x - gridDim.x, next = Ready::CLAIMS_AHEAD ? claim() : 0;
+    for (;;) {
+        unit = CLAIMS ? ready.same(Ready::CLAIMS_AHEAD ? next : claim()) : unit + gridDim.x;
+        if (unit >= tiles.count()) break;
+        if (Ready::CLAIMS_AHEAD) next = claim();
+        const Tile tile = tiles.tile(unit);
+        ready.wait(tile);
+        if (!fills) continue;
         for (int segment = 0; segment < p.segments; ++segment) {
             const int layer = tile.expert + segment * p.experts;
             const float* left_scales = p.weight_scales(layer, tile.column);
@@ -61,7 +88,8 @@ DEVICE void fill(const Problem& p, const Shared& s, const TensorMap& a, const Te
                          layer + p.right_layer);
                 const u64 row_of_blocks = segment * p.k_blocks + block;
                 load_bytes(scales, p.scale_a + row_of_blocks * p.pool_rows + tile.row, ROW_SCALES_BYTES, full);
-                store_shared_pair(scales + ROW_SCALES_BYTES, left, right);
+                store_shared_words(scales + WEIGHT_SCALES_AT, Words{{__float_as_uint(left), __float_as_uint(right),
+                                                                      unit, 0}});
                 barrier_expect(full, STAGE_BYTES + ROW_SCALES_BYTES);
                 const int next = min(block + 1, p.k_blocks - 1);
                 left = __ldg(left_scales + next), right = __ldg(right_scales + next);
@@ -70,6 +98,9 @@ DEVICE void fill(const Problem& p, const Shared& s, const TensorMap& a, const Te
         }
         more(tile, at);
     }
+    if (!CLAIMS || !fills) return;
+    claims.done();
+    send_header(s, at, Header{NO_TILE, 0});
 }
 
 // product (64 × 128) of one stage's rows `a` and column block `b`; complete after wgmma_wait.
@@ -123,7 +154,7 @@ DEVICE void accumulate(const Problem& p, const Shared& s, Position& at, Sums& su
     for (int stages = p.segments * p.k_blocks; stages > 0; --stages) {
         float left, right;
         multiply(product, stage.a, stage.b);
-        load_shared_pair(s.scales(at.stage) + ROW_SCALES_BYTES, left, right);
+        load_shared_pair(s.scales(at.stage) + WEIGHT_SCALES_AT, left, right);
         const float upper = stage.upper * right, lower = stage.lower * right;
         wgmma_wait();
         pin(product);

@@ -9,10 +9,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_plain(
     const __grid_constant__ TensorMap b,    // (layers, N, K) e4m3, box (1, 128, 128)
     const __grid_constant__ TensorMap out,  // (1, P, N) bf16, box (1, 16, 64)
     const float* scale_a, const float* scale_b, const int* tile_expert, const int* num_tiles, int pool_rows,
-    int columns, int k_blocks, int segments, int experts) {
+    int columns, int k_blocks, int segments, int experts, u32* claims) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Problem p{scale_a, scale_b, tile_expert, num_tiles, pool_rows, columns, k_blocks, segments, experts,
-                    0, BLOCK};
+                    0, BLOCK, claims};
     const Shared s = open_block(shared);
     if (threadIdx.x >= MATH_THREADS) {
         registers_down<LOAD_REGISTERS>();
@@ -21,9 +21,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_plain(
         registers_up<MATH_REGISTERS>();
         const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         Pieces pieces{s.staging(warp)};
+        Turns turns{p.tiles()};
         Position at;
-        for (Tiles tiles = p.tiles(); tiles.more(); tiles.advance()) {
-            const Tile tile = tiles.tile();
+        for (Tile tile; turns.next(s, at, tile);) {
             Sums sums;
             accumulate(p, s, at, sums);
             const int row = tile.row + warp * WARP_ROWS;

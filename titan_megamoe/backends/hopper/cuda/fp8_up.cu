@@ -26,7 +26,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_up(
     const float* scale_w13,                     // (2e, ⌈I/128⌉, ⌈H/128⌉)
     float* scale_h,                             // (⌈I/128⌉, P)
     const float* weight,                        // (P) top-k weight of each row
-    const int* tile_expert, const int* num_tiles, int pool_rows, int columns, int k_blocks, int experts
+    const int* tile_expert, const int* num_tiles, int pool_rows, int columns, int k_blocks, int experts,
+    u32* claims
 #ifdef DISPATCH
     ,
     const unsigned char* local, const unsigned char* remote, const float* local_scale, const float* remote_scale,
@@ -36,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_up(
 ) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Problem p{scale_x, scale_w13, tile_expert, num_tiles, pool_rows, columns, k_blocks, 1, experts,
-                    experts, 0};
+                    experts, 0, claims};
     const Shared s = open_block(shared);
     if (threadIdx.x >= MATH_THREADS) {
         registers_down<LOAD_REGISTERS + 2 * (MATH_REGISTERS - UP_REGISTERS)>();
@@ -48,8 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_up(
                          hidden,     k_blocks, pool_rows,   used_rows,    max_tokens, top_k};
         const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         if (warp == WARPS) {
-            Written written{d};
-            fill(p, s, x, w13, nothing_more, [&](const Tile& tile) { written.wait(tile); });
+            fill(p, s, x, w13, nothing_more, Written{d});
         } else {
             dispatch(d, warp - WARPS - 1);
         }
@@ -61,9 +61,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_up(
         const u32 lane = threadIdx.x % 32;
         const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         Pieces pieces{s.staging(warp)};
+        Turns turns{p.tiles()};
         Position at;
-        for (Tiles tiles = p.tiles(); tiles.more(); tiles.advance()) {
-            const Tile tile = tiles.tile();
+        for (Tile tile; turns.next(s, at, tile);) {
             const int row = tile.row + warp * WARP_ROWS;
             const float upper_weight = __ldg(weight + row + lane / 4);
             const float lower_weight = __ldg(weight + row + lane / 4 + 8);

@@ -7,7 +7,7 @@
 //
 // Tiles of 128 rows × 256 columns of one gradient (with three warpgroups 192 × 128): columns fastest, then rows,
 // gradients, experts, so that the blocks of one moment read the same tokens from L2. An expert without tokens gets
-// zeros. Every tile is written.
+// zeros. Every tile is written. Its Header: its number, and how many blocks of 128 pool rows the expert has.
 //
 // A stage brings the scales of its rows and columns along. Those of the columns differ in every register, so promotion
 // costs two operations an element; they come from shared memory eight columns at a time.
@@ -23,31 +23,27 @@ struct Weights {
 };
 
 constexpr int TILE_COLUMNS = COLUMN_BLOCKS * BLOCK;
-static_assert(SCALES == ROWS + TILE_COLUMNS, "a scale for every row and column");
+static_assert(SCALES == ROWS + TILE_COLUMNS + 4, "a scale for every row and column, and the Header");
 
 struct WeightTile {
     int row, column, gradient, expert;
-    int first, blocks;  // of the expert's tokens
 };
 
 struct WeightTiles {
     const Weights& p;
-    int row_tiles, column_tiles, unit;
+    int row_tiles, column_tiles;
 
     DEVICE WeightTiles(const Weights& p)
         : p(p),
           row_tiles((p.rows + ROWS - 1) / ROWS),
-          column_tiles((p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS),
-          unit(blockIdx.x) {}
+          column_tiles((p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS) {}
 
-    DEVICE bool more() const { return unit < p.experts * p.gradients * row_tiles * column_tiles; }
-    DEVICE void advance() { unit += gridDim.x; }
+    DEVICE u32 count() const { return p.experts * p.gradients * row_tiles * column_tiles; }
 
-    DEVICE WeightTile tile() const {
+    DEVICE WeightTile tile(int unit) const {
         const int m = unit / column_tiles, matrix = m / row_tiles, expert = matrix / p.gradients;
-        const int first = __ldg(p.offs + expert) / BLOCK, end = __ldg(p.offs + expert + 1) / BLOCK;
         return WeightTile{(m - matrix * row_tiles) * ROWS, (unit - m * column_tiles) * TILE_COLUMNS,
-                          matrix - expert * p.gradients, expert, first, end - first};
+                          matrix - expert * p.gradients, expert};
     }
 };
 
@@ -82,7 +78,13 @@ DEVICE void accumulate_tokens(const Shared& s, int blocks, Position& at, Sums& s
     for (int i = 0; i < 64; ++i) sums.left[i] = sums.right[i] = 0.f;
 
     Stage stage;
-    if (blocks > 0) stage.open(s, at, group, row);
+    if (blocks > 0) {
+        stage.open(s, at, group, row);
+    } else {  // the stage brought the Header only
+        __syncwarp();
+        if (lane == 0) barrier_arrive(s.empty(at.stage));
+        at.advance();
+    }
 #pragma unroll 1
     for (int block = 1; block <= blocks; ++block) {
         const float upper = stage.upper, lower = stage.lower;
@@ -156,21 +158,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_wgrad(
     const __grid_constant__ TensorMap first,   // (e, M, N) bf16, box (1, 16, 64), or FP32, box (1, 16, 32)
     const __grid_constant__ TensorMap second,  // of the second gradient; unused with one
     const float* scale_a, const float* scale_b, const int* offs, int blocks, int a_scales, int b_scales, int rows,
-    int columns, int gradients, int experts) {
+    int columns, int gradients, int experts, u32* words) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Weights p{scale_a, scale_b, offs, blocks, a_scales, b_scales, rows, columns, gradients, experts};
     const Shared s = open_block(shared);
+    const WeightTiles tiles(p);
     Position at;
     if (threadIdx.x >= MATH_THREADS) {
         registers_down<LOAD_REGISTERS>();
         if (threadIdx.x != MATH_THREADS) return;
-        for (WeightTiles tiles(p); tiles.more(); tiles.advance()) {
-            const WeightTile tile = tiles.tile();
+        const Claims claims{words};
+        u32 next = claims.next();
+        for (;;) {
+            const u32 unit = next;
+            if (unit >= tiles.count()) break;
+            next = claims.next();  // its way lies under this tile
+            const WeightTile tile = tiles.tile(unit);
+            const int first = __ldg(p.offs + tile.expert) / BLOCK, end = __ldg(p.offs + tile.expert + 1) / BLOCK;
+            const Header header{unit, u32(end - first)};
+            if (first == end) send_header(s, at, header);
 #pragma unroll 1
-            for (int block = tile.first; block < tile.first + tile.blocks; ++block) {
+            for (int block = first; block < end; ++block) {
                 barrier_wait(s.empty(at.stage), at.round ^ 1);
                 const u32 full = s.full(at.stage), to = s.stage(at.stage), scales = s.scales(at.stage);
-                barrier_expect(full, STAGE_BYTES + SCALES_BYTES);
+                store_shared_words(scales + HEADER_AT, header.first, header.second);
+                barrier_expect(full, STAGE_BYTES + ROW_SCALES_BYTES + TILE_COLUMNS * 4);
                 load_box(to, a, full, block * BLOCK, tile.row, tile.gradient);
                 load_box(to + MATRIX_BYTES, b, full, block * BLOCK, tile.column, 0);
                 if (COLUMN_BLOCKS == 2)
@@ -178,18 +190,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_wgrad(
                 load_bytes(scales, p.scale_a + u64(tile.gradient * p.blocks + block) * p.a_scales + tile.row,
                            ROW_SCALES_BYTES, full);
                 load_bytes(scales + ROW_SCALES_BYTES, p.scale_b + u64(block) * p.b_scales + tile.column,
-                           SCALES_BYTES - ROW_SCALES_BYTES, full);
+                           TILE_COLUMNS * 4, full);
                 at.advance();
             }
         }
+        claims.done();
+        send_header(s, at, Header{NO_TILE, 0});
     } else {
         registers_up<MATH_REGISTERS>();
         const u32 warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         Pieces pieces{s.staging(warp)};
-        for (WeightTiles tiles(p); tiles.more(); tiles.advance()) {
-            const WeightTile tile = tiles.tile();
+        for (;;) {
+            const Header header = await_header(s, at);
+            if (header.first == NO_TILE) break;
+            const WeightTile tile = tiles.tile(header.first);
             Sums sums;
-            accumulate_tokens(s, tile.blocks, at, sums);
+            accumulate_tokens(s, header.second, at, sums);
             const int row = tile.row + warp * WARP_ROWS;
             const int inside = row < rows ? columns : 0;  // rows past the last are not sent
             const TensorMap& out = tile.gradient ? second : first;

@@ -1,26 +1,33 @@
 // What all expert GEMMs here share: roles, tiles, the ring of stages, and the way of results to memory.
 //
 // Grid: one persistent block per SM that is not reserved. A tile is ROWS rows of the pool × two column blocks of
-// 128 (`left`, `right`: gate and up of the same columns, or neighbours), column tiles fastest. Block p takes tiles
-// p, p + G, …
+// 128 (`left`, `right`: gate and up of the same columns, or neighbours), column tiles fastest. Blocks claim tiles in
+// order from a counter (CLAIMS): a block whose SM is held by another kernel (a collective that waits for its peer
+// holds 24 of them) comes late and takes fewer, where a share of its own would keep all others waiting. Without CLAIMS
+// block p takes tiles p, p + G, …
 //
 // Roles (384 threads):
 //   warpgroups 0, 1   multiply: 64 rows × (128 left + 128 right) each
 //   warpgroup 2       one thread fills the ring of STAGES stages through the copy engine: 128 rows of a, 128 +
 //                     128 rows (or columns) of the weight, 128 bytes of K each
 //
+// The filling thread claims, and each tile's first stage brings its Header for those that multiply. A last stage
+// without operands says that there are no more.
+//
 // Synchronisation: stage s has barriers full[s] (1 arrival and the bytes) and empty[s] (8 arrivals, one a
 // multiplying warp). Both sides walk the same sequence of stages (tiles, then segments and blocks of K, then
 // what an epilogue loads), so the n-th fill of a stage waits for the n-1-th release, which waits for nothing
 // but the n-1-th fill: by induction every wait ends. No block waits for another, but for rows that are on
-// their way (dispatch.cuh).
+// their way (dispatch.cuh). The counter and the number of blocks that are through are 0 before a launch, and the last
+// block that is through makes them 0 again: kernels that may run at the same time need their own.
 //
 // Padding rows of the pool: a row of a makes the same row of the result and nothing else, whatever it holds.
 // Past K and N the copy engine reads zeros and writes nothing.
 //
 // cuda_kernels.py sets for each kernel: WARPGROUPS that multiply and COLUMN_BLOCKS of a tile (2 and 2, but for a trial of
 // fp8_wgrad), STAGES of the ring, PIECES of results a warp can have on their way out, SCALES (fp32) that a stage brings
-// along, MATH_REGISTERS of a multiplying thread, HOST_THREADS and HOST_SHARED_BYTES.
+// along, with two words for the Header, MATH_REGISTERS of a multiplying thread, CLAIMS, HOST_THREADS and
+// HOST_SHARED_BYTES.
 //
 // Letters: P pool rows, K contraction, N columns of one weight, e experts.
 
@@ -35,6 +42,7 @@ constexpr u32 MATRIX_BYTES = ROWS * BLOCK;  // of a stage's rows
 constexpr u32 COLUMNS_BYTES = BLOCK * BLOCK;  // of each of its column blocks
 constexpr u32 STAGE_BYTES = MATRIX_BYTES + COLUMN_BLOCKS * COLUMNS_BYTES;
 constexpr u32 SCALES_BYTES = SCALES * 4;
+constexpr u32 HEADER_AT = SCALES_BYTES - 8;
 constexpr u32 PIECE_BYTES = WARP_ROWS * 128;  // what one store_box takes: 16 rows of 128 bytes
 constexpr u32 WARP_STAGING = PIECES * PIECE_BYTES;
 
@@ -55,24 +63,34 @@ struct Tile {
     int row, column, expert;
 };
 
-// The tiles of this block, in turn.
+// All tiles of a launch.
 struct Tiles {
     const int* tile_expert;
-    int row_tiles, column_tiles, tile_columns, unit;
+    const int* num_tiles;
+    int column_tiles, tile_columns;
 
     DEVICE Tiles(const int* tile_expert, const int* num_tiles, int columns, int tile_columns)
         : tile_expert(tile_expert),
-          row_tiles(__ldg(num_tiles)),
+          num_tiles(num_tiles),
           column_tiles((columns + tile_columns - 1) / tile_columns),
-          tile_columns(tile_columns),
-          unit(blockIdx.x) {}
+          tile_columns(tile_columns) {}
 
-    DEVICE bool more() const { return unit < row_tiles * column_tiles; }
-    DEVICE void advance() { unit += gridDim.x; }
+    DEVICE u32 count() const { return __ldg(num_tiles) * column_tiles; }
 
-    DEVICE Tile tile() const {
+    DEVICE Tile tile(int unit) const {
         const int m = unit / column_tiles;
         return Tile{m * ROWS, (unit - m * column_tiles) * tile_columns, __ldg(tile_expert + m)};
+    }
+};
+
+// The tiles that this block claims, by the thread that fills. `words`: the next tile, and blocks that are through.
+struct Claims {
+    u32* words;
+
+    DEVICE u32 next() const { return take_one(words); }
+    // After a claim that came too late, which is this block's last.
+    DEVICE void done() const {
+        if (take_one(words + 1) == gridDim.x - 1) words[0] = words[1] = 0;
     }
 };
 
@@ -86,6 +104,12 @@ struct Shared {
     DEVICE u32 staging(u32 warp) const { return base + STAGING_AT + warp * WARP_STAGING; }
 };
 
+// What a tile's first stage says of it: two words, of which the first is NO_TILE in the block's last stage.
+constexpr u32 NO_TILE = ~0u;
+struct Header {
+    u32 first, second;
+};
+
 // Where one side of the ring stands: the stage, and the parity of its current round.
 struct Position {
     u32 stage = 0, round = 0;
@@ -95,6 +119,22 @@ struct Position {
         round ^= stage == 0;
     }
 };
+
+// The next tile's Header, when its first stage is there.
+DEVICE Header await_header(const Shared& s, const Position& at) {
+    barrier_wait(s.full(at.stage), at.round);
+    const u32 header = s.scales(at.stage) + HEADER_AT;
+    // Equal in all lanes, as the compiler learns from a reduction, which gives a uniform register.
+    return Header{__reduce_or_sync(~0u, load_shared_word(header)), __reduce_or_sync(~0u, load_shared_word(header + 4))};
+}
+
+// A stage without operands: the end, or a tile for which there is nothing to multiply.
+DEVICE void send_header(const Shared& s, Position& at, const Header& header) {
+    barrier_wait(s.empty(at.stage), at.round ^ 1);
+    store_shared_words(s.scales(at.stage) + HEADER_AT, header.first, header.second);
+    barrier_arrive(s.full(at.stage));
+    at.advance();
+}
 
 // Barriers of a new block; all threads. `shared` must be 1024-byte aligned.
 DEVICE Shared open_block(void* shared) {
