@@ -204,8 +204,6 @@ struct Written {
     int row = -ROWS;  // first of the tile that was waited for last
     u32 groups = 0;   // of tokens, from the first on
 
-    static constexpr bool CLAIMS_AHEAD = true;  // the wait for rows has its way under the full stages
-
     // The unit that lane 0 claimed, in all lanes.
     DEVICE u32 same(u32 unit) const { return __shfl_sync(~0u, unit, 0); }
 

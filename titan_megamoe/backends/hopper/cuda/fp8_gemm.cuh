@@ -48,9 +48,8 @@ struct Turns {
     }
 };
 
-// Rows that were there before the launch: one thread fills. A claim's way lies under the stages that are full.
+// Rows that were there before the launch: one thread fills.
 struct AlwaysReady {
-    static constexpr bool CLAIMS_AHEAD = false;
     DEVICE u32 same(u32 unit) const { return unit; }
     DEVICE void wait(const Tile&) {}
 };
@@ -64,12 +63,11 @@ DEVICE void fill(const Problem& p, const Shared& s, const TensorMap& a, const Te
     const Claims claims{p.claims};
     const Tiles tiles = p.tiles();
     Position at;
-    const auto claim = [&] { return fills ? claims.next() : 0; };
-    u32 unit = blockIdx.x - gridDim.x, next = Ready::CLAIMS_AHEAD ? claim() : 0;
+    u32 unit = blockIdx.x - gridDim.x, next = CLAIMS && fills ? claims.next() : 0;
     for (;;) {
-        unit = CLAIMS ? ready.same(Ready::CLAIMS_AHEAD ? next : claim()) : unit + gridDim.x;
+        unit = CLAIMS ? ready.same(next) : unit + gridDim.x;
         if (unit >= tiles.count()) break;
-        if (Ready::CLAIMS_AHEAD) next = claim();
+        if (CLAIMS && fills) next = claims.next();  // its way lies under this tile
         const Tile tile = tiles.tile(unit);
         ready.wait(tile);
         if (!fills) continue;

@@ -12,7 +12,7 @@
 // warpgroup: dispatch.cuh.
 
 #ifdef DISPATCH
-constexpr u32 UP_REGISTERS = MATH_REGISTERS - 16;  // the warps that dispatch need 72
+constexpr u32 UP_REGISTERS = MATH_REGISTERS - 8;  // the warps that dispatch need 72
 #else
 constexpr u32 UP_REGISTERS = MATH_REGISTERS;
 #endif
