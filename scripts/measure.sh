@@ -3,7 +3,7 @@
 #   scripts/measure.sh kernels layers steps          these parts, one after the other, into docs/benchmarks
 #   OUT=results scripts/measure.sh soak              into another folder
 #   TEXT=books.jsonl scripts/measure.sh curves       loss curves need text: JSON lines with a field text
-# Parts, each a few minutes: tests kernels stages layers combine steps steps_235b curves wgrad soak trace tokens
+# Parts, each a few minutes: tests kernels counters memcheck stages layers steps steps_235b curves wgrad soak trace tokens
 # routing single rates many profile. Afterwards: python -m titan_megamoe.bench report
 # COMMIT names the commit, where git does not know it. A part that fails is named at the end, and the others run.
 set -uo pipefail
@@ -29,17 +29,32 @@ tests() {
         timeout 200 python -m pytest -q -m gpu -k fused tests/test_gpu_faults.py tests/test_op.py
 }
 kernels() { timeout 400 python scripts/fp8_check.py --out "$out/gemm/fp8_kernels.json"; }
+counters() { # what bounds the fp8 GEMMs; needs ncu and one GPU
+    local pair
+    mkdir -p "$out/logs"
+    for pair in fp8_wgrad:dW13 fp8_plain:dgrad1 fp8_up:gemm1; do
+        timeout 120 ncu --clock-control none --section SpeedOfLight --section MemoryWorkloadAnalysis \
+            --section MemoryWorkloadAnalysis_Tables --section SchedulerStats --section WarpStateStats \
+            --kernel-name "${pair%:*}" --launch-skip 2 --launch-count 1 \
+            python scripts/fp8_check.py --models 235b --call "${pair#*:}" || return 1
+    done | tee "$out/logs/fp8_counters.txt"
+}
+memcheck() { # one rank, small shapes, all kernels of a layer; needs compute-sanitizer
+    local precision
+    mkdir -p "$out/logs"
+    for precision in bf16 fp8; do
+        timeout 200 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 \
+            python -m titan_megamoe.bench soak ${COMMIT:+--commit "$COMMIT"} --out "$out/logs/memcheck_$precision.json" \
+            --ranks 1 --steps 4 --check-every 2 --repeats 2 --tokens 96 --hidden 256 --intermediate 384 \
+            --precision $precision || return 1
+    done | tee "$out/logs/memcheck.txt"
+}
 stages() {
     timeout 200 python scripts/fused_stages.py && timeout 200 python scripts/fused_stages.py --precision fp8
 }
 layers() {
     bench layer layer_30b.json --model qwen3-30b-a3b --impls "$ALL" &&
         bench layer layer_235b.json --model qwen3-235b-a22b --impls "$ALL"
-}
-combine() { # in CUDA against Triton; docs/experiments_fused.md says what decides
-    local impls=mega_moe,mega_moe+combine,mega_moe@fp8,mega_moe+combine@fp8
-    bench layer combine_30b.json --model qwen3-30b-a3b --impls "$impls" &&
-        bench layer combine_235b.json --model qwen3-235b-a22b --impls "$impls"
 }
 steps() { bench compare step_30b_2gpu.json "$jobs/2gpu"; }
 steps_235b() { bench compare step_235b_2gpu.json train_configs/qwen3_235b_a22b/2gpu; }

@@ -182,6 +182,9 @@ def test_measurements_ask_for_what_is_not_there(tmp_path: Path, monkeypatch: pyt
     python = tmp_path / "python"
     python.write_text(f'#!/bin/bash\n[ "$1" = -c ] || (IFS=$\'\\t\'; echo "$*" >>{tmp_path}/ran)\n')
     python.chmod(0o755)
+    for tool in ("ncu", "compute-sanitizer"):  # which run the command behind their own options
+        (tmp_path / tool).write_text('#!/bin/bash\nuntil [ "$1" = python ]; do shift; done; "$@"\n')
+        (tmp_path / tool).chmod(0o755)
     script = ROOT / "scripts/measure.sh"
     parts = re.findall(r"^(\w+)\(\) \{", script.read_text(), re.MULTILINE)
     parts = [part for part in parts if part not in ("bench", "text")]

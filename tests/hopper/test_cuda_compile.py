@@ -51,20 +51,12 @@ def test_kernel_spills_serialises_or_misses_the_tensor_cores(name, defines, tmp_
     def count(pattern: str) -> int:
         return len(re.findall(pattern, sass))
 
-    assert count(r"QGMMA\.64x128x32\.F32\.E4M3\.E4M3") == 8
-    assert count(r"WARPGROUP\.DEPBAR") == 2, "a wait after every wgmma serialises them"
+    products = cuda_kernels.ring(name).column_blocks
+    assert count(r"QGMMA\.64x128x32\.F32\.E4M3\.E4M3") == 4 * products
+    assert count(r"WARPGROUP\.DEPBAR") == products, "a wait after every wgmma serialises them"
     assert count("R2UR") < 40, "descriptors are not in uniform registers"
     assert count(r"\b(LDL|STL)\b") == 0, "registers are spilled"
     assert count(r"USETMAXREG") == 2, "setmaxnreg was ignored"
-
-
-@pytest.mark.parametrize("ring", cuda_kernels.WGRAD_RINGS)
-@pytest.mark.parametrize("defines", [(), ("FP32",)])
-def test_a_ring_to_be_timed_spills(ring, defines, monkeypatch, tmp_path):
-    monkeypatch.setitem(cuda_kernels.RINGS, "fp8_wgrad", cuda_kernels.WGRAD_RINGS[ring])
-    sass, _ = compiled(tmp_path, cuda_kernels.cuda_source("fp8_wgrad"), "fp8_wgrad", defines)
-    assert not re.findall(r"\b(LDL|STL)\b", sass) and len(re.findall(r"USETMAXREG", sass)) == 2
-    assert max(int(r) for r in re.findall(r"\bR(\d+)\b", sass)) < cuda_kernels.WGRAD_RINGS[ring].registers
 
 
 def test_script_times_text_that_no_kernel_has(monkeypatch):

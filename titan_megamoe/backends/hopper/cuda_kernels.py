@@ -65,16 +65,11 @@ class Ring(NamedTuple):
         return self.stages * (operands + 4 * self.scales + 2 * 8) + results
 
 
-WGRAD_RINGS = {
-    "two warpgroups": Ring(pieces=4, scales=3 * COLUMN_BLOCK + 4),
-    "three warpgroups": Ring(
-        stages=4, pieces=2, scales=5 * COLUMN_BLOCK // 2 + 4, registers=160, warpgroups=3, column_blocks=1
-    ),
-}
-"""Of fp8_wgrad, to be timed (scripts/fp8_check.py; docs/design_fp8.md)."""
 RINGS = {
     "fp8_down_backward": Ring(stages=4, pieces=2, registers=240, claims=False),
-    "fp8_wgrad": WGRAD_RINGS["three warpgroups"],
+    "fp8_wgrad": Ring(
+        stages=4, pieces=2, scales=5 * COLUMN_BLOCK // 2 + 4, registers=160, warpgroups=3, column_blocks=1
+    ),
 }
 """Of the kernels to which another ring than the default is better; docs/experiments_gemm.md."""
 

@@ -42,7 +42,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...routing import RoutingPlan
-from .gemm_common import FORWARD_WAVES, LAUNCH_SPECIALIZED, SPECIALIZED, grid_size, matrix_descriptor
+from .gemm_common import LAUNCH_SPECIALIZED, SPECIALIZED, grid_size, matrix_descriptor
 from .gemm_specialized import (
     BK,
     BLOCK,
@@ -283,9 +283,8 @@ def dispatch_gemm1(
     """
     shape = plan.shape
     _, intermediate, hidden = w1.shape
-    sms = grid_size(x_TH.device, SPECIALIZED, reserved_sms)
-    programs = sms * FORWARD_WAVES
-    comm = min(comm_sms or MAX_COMM_PROGRAMS, MAX_COMM_PROGRAMS, sms // 2) if shape.world > 1 else 0
+    programs = grid_size(x_TH.device, SPECIALIZED, reserved_sms)
+    comm = min(comm_sms or MAX_COMM_PROGRAMS, MAX_COMM_PROGRAMS, programs // 2) if shape.world > 1 else 0
     columns = SPECIALIZED.block_n // 2
     launch_triton(_dispatch_gemm1_kernel, (programs,),
         x_TH if x_TH.numel() else recv, recv, workspace.x, workspace.delta,

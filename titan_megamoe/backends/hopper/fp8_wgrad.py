@@ -24,8 +24,8 @@ from .gemm_common import check_matrix, check_pool
 from .layout import cdiv
 from .tiles import BLOCK_M, PoolTiles
 
-_TILES = (256, 192)
-"""Columns, and with three warpgroups rows, of a tile of wgrad_fp8, whose scales are loaded as a whole."""
+_TILES = (192, BLOCK)
+"""Rows and columns of a tile of wgrad_fp8, whose scales are loaded as a whole."""
 CHUNK = 4
 """Tiles of the pool that a block of fp8_columns takes."""
 GATHERED_BAND = 1

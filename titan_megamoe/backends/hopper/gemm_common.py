@@ -74,11 +74,6 @@ def choose_config(config: GemmConfig | None, plain: GemmConfig, contraction: int
     return plain if contraction % SPECIALIZED.block_k else SPECIALIZED
 
 
-FORWARD_WAVES = 1
-"""Programs of a forward's GEMM for each SM, one after the other. Their tiles are fixed, so those that begin
-late, because a collective holds their SMs, keep the others waiting: for one of so many parts of the work."""
-
-
 @functools.lru_cache
 def _sm_count(device: torch.device) -> int:
     if device.type != "cuda":  # the interpreter: any number of programs is right

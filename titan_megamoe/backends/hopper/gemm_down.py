@@ -19,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 from .gemm_common import (
-    FORWARD_WAVES,
     LAUNCH_SPECIALIZED,
     SPECIALIZED,
     GemmConfig,
@@ -108,7 +107,7 @@ def gemm_down(
     if c == SPECIALIZED:
         launch_triton(
             down_specialized_kernel,
-            (grid[0] * FORWARD_WAVES,),
+            grid,
             matrix_descriptor(h_RI, BLOCK_M, c.block_k),
             matrix_descriptor(w2, c.block_n, c.block_k),
             matrix_descriptor(o_RH, HALF.value, c.block_n),

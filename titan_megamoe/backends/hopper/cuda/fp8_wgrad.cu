@@ -5,12 +5,13 @@
 // over the blocks t of 128 pool rows that are the expert's; see ring.cuh for the roles. a and b lie with the tokens
 // contiguous; their padding rows are 0. With two matrices in a there are two gradients (dW1 and dW3 from dg and du).
 //
-// Tiles of 128 rows × 256 columns of one gradient (with three warpgroups 192 × 128): columns fastest, then rows,
-// gradients, experts, so that the blocks of one moment read the same tokens from L2. An expert without tokens gets
-// zeros. Every tile is written. Its Header: its number, and how many blocks of 128 pool rows the expert has.
+// Tiles of 192 rows × 128 columns of one gradient: columns fastest, then rows, gradients, experts, so that the blocks
+// of one moment read the same tokens from L2. An expert without tokens gets zeros. Every tile is written. Its Header:
+// its number, and how many blocks of 128 pool rows the expert has.
 //
 // A stage brings the scales of its rows and columns along. Those of the columns differ in every register, so promotion
-// costs two operations an element; they come from shared memory eight columns at a time.
+// costs two operations an element; they come from shared memory eight columns at a time. Two of the three warpgroups
+// can multiply while one promotes.
 
 struct Weights {
     const float* scale_a;  // (gradients, blocks, a_scales)
@@ -22,8 +23,8 @@ struct Weights {
     int gradients, experts;
 };
 
-constexpr int TILE_COLUMNS = COLUMN_BLOCKS * BLOCK;
-static_assert(SCALES == ROWS + TILE_COLUMNS + 4, "a scale for every row and column, and the Header");
+static_assert(COLUMN_BLOCKS == 1, "of a tile");
+static_assert(SCALES == ROWS + BLOCK + 4, "a scale for every row and column, and the Header");
 
 struct WeightTile {
     int row, column, gradient, expert;
@@ -36,13 +37,13 @@ struct WeightTiles {
     DEVICE WeightTiles(const Weights& p)
         : p(p),
           row_tiles((p.rows + ROWS - 1) / ROWS),
-          column_tiles((p.columns + TILE_COLUMNS - 1) / TILE_COLUMNS) {}
+          column_tiles((p.columns + BLOCK - 1) / BLOCK) {}
 
     DEVICE u32 count() const { return p.experts * p.gradients * row_tiles * column_tiles; }
 
     DEVICE WeightTile tile(int unit) const {
         const int m = unit / column_tiles, matrix = m / row_tiles, expert = matrix / p.gradients;
-        return WeightTile{(m - matrix * row_tiles) * ROWS, (unit - m * column_tiles) * TILE_COLUMNS,
+        return WeightTile{(m - matrix * row_tiles) * ROWS, (unit - m * column_tiles) * BLOCK,
                           matrix - expert * p.gradients, expert};
     }
 };
@@ -68,14 +69,14 @@ DEVICE void load_scales(float (&scale)[16], u32 scales) {
         load_shared_pair(scales + 32 * (FROM + j), scale[2 * j], scale[2 * j + 1]);
 }
 
-// The sums of a tile. With one column block of a tile there is no `right`.
-DEVICE void accumulate_tokens(const Shared& s, int blocks, Position& at, Sums& sums) {
+// The sums of a tile.
+DEVICE void accumulate_tokens(const Shared& s, int blocks, Position& at, float (&sums)[64]) {
     const u32 lane = threadIdx.x % 32;
     const u32 row = threadIdx.x / 32 * WARP_ROWS + lane / 4;
     const u32 group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     float product[64], scale[16];
 #pragma unroll
-    for (int i = 0; i < 64; ++i) sums.left[i] = sums.right[i] = 0.f;
+    for (int i = 0; i < 64; ++i) sums[i] = 0.f;
 
     Stage stage;
     if (blocks > 0) {
@@ -88,31 +89,20 @@ DEVICE void accumulate_tokens(const Shared& s, int blocks, Position& at, Sums& s
 #pragma unroll 1
     for (int block = 1; block <= blocks; ++block) {
         const float upper = stage.upper, lower = stage.lower;
-        const u32 left = s.scales(at.stage) + ROW_SCALES_BYTES + 8 * (lane % 4), right = left + 4 * BLOCK;
-        const u32 last = COLUMN_BLOCKS == 2 ? right : left;  // scales of the last product's columns
+        const u32 scales = s.scales(at.stage) + ROW_SCALES_BYTES + 8 * (lane % 4);
 
         multiply(product, stage.a, stage.b);
-        if (COLUMN_BLOCKS == 2) {
-            wgmma_wait();
-            pin(product);
-            load_scales<0>(scale, left);
-            promote_columns<0>(sums.left, product, upper, lower, scale);
-            load_scales<8>(scale, left);
-            promote_columns<8>(sums.left, product, upper, lower, scale);
-            multiply(product, stage.a, stage.b + COLUMNS_BYTES / 16);
-        }
-        float(&to)[64] = COLUMN_BLOCKS == 2 ? sums.right : sums.left;
         const u32 used = s.empty(at.stage);
         at.advance();
         if (block < blocks) stage.open(s, at, group, row);
         wgmma_wait();
         pin(product);
-        load_scales<0>(scale, last);
-        promote_columns<0>(to, product, upper, lower, scale);
-        load_scales<8>(scale, last);
+        load_scales<0>(scale, scales);
+        promote_columns<0>(sums, product, upper, lower, scale);
+        load_scales<8>(scale, scales);
         __syncwarp();  // every lane has read its scales
         if (lane == 0) barrier_arrive(used);
-        promote_columns<8>(to, product, upper, lower, scale);
+        promote_columns<8>(sums, product, upper, lower, scale);
     }
 }
 
@@ -182,15 +172,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_wgrad(
                 barrier_wait(s.empty(at.stage), at.round ^ 1);
                 const u32 full = s.full(at.stage), to = s.stage(at.stage), scales = s.scales(at.stage);
                 store_shared_words(scales + HEADER_AT, header.first, header.second);
-                barrier_expect(full, STAGE_BYTES + ROW_SCALES_BYTES + TILE_COLUMNS * 4);
+                barrier_expect(full, STAGE_BYTES + ROW_SCALES_BYTES + BLOCK * 4);
                 load_box(to, a, full, block * BLOCK, tile.row, tile.gradient);
                 load_box(to + MATRIX_BYTES, b, full, block * BLOCK, tile.column, 0);
-                if (COLUMN_BLOCKS == 2)
-                    load_box(to + MATRIX_BYTES + COLUMNS_BYTES, b, full, block * BLOCK, tile.column + BLOCK, 0);
                 load_bytes(scales, p.scale_a + u64(tile.gradient * p.blocks + block) * p.a_scales + tile.row,
                            ROW_SCALES_BYTES, full);
                 load_bytes(scales + ROW_SCALES_BYTES, p.scale_b + u64(block) * p.b_scales + tile.column,
-                           TILE_COLUMNS * 4, full);
+                           BLOCK * 4, full);
                 at.advance();
             }
         }
@@ -204,14 +192,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_wgrad(
             const Header header = await_header(s, at);
             if (header.first == NO_TILE) break;
             const WeightTile tile = tiles.tile(header.first);
-            Sums sums;
+            float sums[64];
             accumulate_tokens(s, header.second, at, sums);
             const int row = tile.row + warp * WARP_ROWS;
             const int inside = row < rows ? columns : 0;  // rows past the last are not sent
             const TensorMap& out = tile.gradient ? second : first;
-            send_result(out, sums.left, pieces, inside, tile.column, row, tile.expert);
-            if (COLUMN_BLOCKS == 2)
-                send_result(out, sums.right, pieces, inside, tile.column + BLOCK, row, tile.expert);
+            send_result(out, sums, pieces, inside, tile.column, row, tile.expert);
         }
         if (threadIdx.x % 32 == 0) store_wait_all();
     }

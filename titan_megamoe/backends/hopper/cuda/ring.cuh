@@ -24,8 +24,8 @@
 // Padding rows of the pool: a row of a makes the same row of the result and nothing else, whatever it holds.
 // Past K and N the copy engine reads zeros and writes nothing.
 //
-// cuda_kernels.py sets for each kernel: WARPGROUPS that multiply and COLUMN_BLOCKS of a tile (2 and 2, but for a trial of
-// fp8_wgrad), STAGES of the ring, PIECES of results a warp can have on their way out, SCALES (fp32) that a stage brings
+// cuda_kernels.py sets for each kernel: WARPGROUPS that multiply and COLUMN_BLOCKS of a tile (2 and 2, in fp8_wgrad 3
+// and 1), STAGES of the ring, PIECES of results a warp can have on their way out, SCALES (fp32) that a stage brings
 // along, with two words for the Header, MATH_REGISTERS of a multiplying thread, CLAIMS, HOST_THREADS and
 // HOST_SHARED_BYTES.
 //
