@@ -49,6 +49,7 @@ from titan_megamoe.backends.hopper.fp8_gemm import (
 )
 from titan_megamoe.backends.hopper.fp8_quantize import QuantizedWeight, quantize_rows, quantize_weights
 from titan_megamoe.backends.hopper.fp8_wgrad import Fp8Columns, quantize_columns, wgrad_fp8
+from titan_megamoe.backends.hopper.jit import load_kernel
 from titan_megamoe.backends.hopper.jit.cache import cache_dirs, cached_cubin
 from titan_megamoe.backends.hopper.tiles import BLOCK_M, PoolTiles, tiles_from_counts
 from titan_megamoe.backends.hopper.wgrad import wgrad_down, wgrad_up
@@ -492,9 +493,11 @@ CANDIDATES: dict[str, list[tuple[str, str]]] = {
     ],
 }
 """Other texts of the kernels with the same results, to be timed. "fixed tiles": block p takes tiles p, p + G,
-… and claims none, as it was before. "next tile early": a tile's last stage names the next one, so that those
-that multiply do not wait for its first stage and only then look up which it is. Predicted: of the 2 to 3 %
-that claiming costs gemm2 and dgrad1, and the 0.6 % of gemm1 with dispatch, four fifths come back."""
+… and claims none, as it was before; it wins by what a claim costs and should lose where SMs are held. "next
+tile early": a tile's last stage names the next one, so that those that multiply don't wait for its first stage
+and only then look up which it is. Predicted: of the 2 to 3 % that claiming costs gemm2 and dgrad1, and the
+0.6 % of gemm1 with dispatch, four fifths come back; with 24 SMs held 1.25 times as long, with fixed tiles
+twice."""
 
 
 @contextlib.contextmanager
@@ -524,6 +527,7 @@ def compile_all() -> None:
     """Every kernel, and the candidates, on all processors."""
     faulthandler.cancel_dump_traceback_later()  # there may be few
     wanted = [(cuda_kernels.cuda_source(name), name, defines) for name, defines in VARIANTS]
+    wanted.append((HOLD, "hold", ()))
     for change in CANDIDATES.values():
         with source_with(change):
             wanted += [(cuda_kernels.cuda_source(n), n, defines) for n, defines in VARIANTS if n in FILLED]
@@ -552,6 +556,37 @@ def changed_calls(changes: dict[str, list[tuple[str, str]]], calls: Calls) -> Ca
     return made
 
 
+HELD_SMS, HELD_NS = 24, 8_000_000
+HOLD = """
+__device__ unsigned long long now() {
+    unsigned long long ns;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
+    return ns;
+}
+extern "C" __global__ void hold(unsigned long long ns) {
+    for (const unsigned long long begin = now(); now() - begin < ns;) __nanosleep(1000);
+}
+"""
+"""A block of it has more of an SM's shared memory than a GEMM's block leaves."""
+
+
+def beside_held_sms(calls: Calls) -> Calls:
+    """The calls while other blocks hold HELD_SMS SMs, as a collective does that waits for its peer."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    held = load_kernel(HOLD, "hold", "hold", ("i64",), threads=128, shared_bytes=100_000, device=device)
+    side = torch.cuda.Stream()
+
+    def beside(call: Callable[[], Any]) -> Callable[[], Any]:
+        def made() -> Any:
+            with torch.cuda.stream(side):
+                held.launch(HELD_SMS, (HELD_NS,), device)
+            return call()
+
+        return made
+
+    return {f"{name}, {HELD_SMS} SMs held": beside(call) for name, call in calls.items()}
+
+
 def times_of(calls: Calls) -> dict[str, list[float]]:
     """Milliseconds of every call that runs, in turns."""
     alive = dict(calls)
@@ -575,7 +610,7 @@ def times_of(calls: Calls) -> dict[str, list[float]]:
             start.record()
             call()
             end.record()
-            end.synchronize()
+            torch.cuda.synchronize()
             times[name].append(start.elapsed_time(end))
     return times
 
@@ -660,6 +695,7 @@ def main() -> int:
         tried = changed_calls(CANDIDATES, gemms)
         if options.ablate:
             tried |= changed_calls(ABLATIONS, gemms)
+        tried |= beside_held_sms(gemms | changed_calls({"fixed tiles": CANDIDATES["fixed tiles"]}, gemms))
         times = times_of(ours | tried | deep_gemm_calls(experts, w13, w2))
         rows += results(model, experts, times)
         write(options.out, right, rows)

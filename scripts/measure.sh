@@ -3,8 +3,8 @@
 #   scripts/measure.sh kernels layers steps          these parts, one after the other, into docs/benchmarks
 #   OUT=results scripts/measure.sh soak              into another folder
 #   TEXT=books.jsonl scripts/measure.sh curves       loss curves need text: JSON lines with a field text
-# Parts, each a few minutes: tests kernels counters memcheck stages layers steps steps_235b curves wgrad soak trace tokens
-# routing single rates many profile. Afterwards: python -m titan_megamoe.bench report
+# Parts, each a few minutes: tests kernels counters memcheck stages layers steps steps_235b steps_kept curves wgrad soak
+# trace tokens routing single rates many profile. Afterwards: python -m titan_megamoe.bench report
 # COMMIT names the commit, where git does not know it. A part that fails is named at the end, and the others run.
 set -uo pipefail
 jobs=train_configs/qwen3_30b_a3b
@@ -45,7 +45,7 @@ memcheck() { # one rank, small shapes, all kernels of a layer; needs compute-san
     for precision in bf16 fp8; do
         timeout 200 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 \
             python -m titan_megamoe.bench soak ${COMMIT:+--commit "$COMMIT"} --out "$out/logs/memcheck_$precision.json" \
-            --ranks 1 --steps 4 --check-every 2 --repeats 2 --tokens 96 --hidden 256 --intermediate 384 \
+            --ranks 1 --steps 6 --check-every 3 --repeats 2 --seed 2 --tokens 96 --hidden 256 --intermediate 384 \
             --precision $precision || return 1
     done | tee "$out/logs/memcheck.txt"
 }
@@ -58,6 +58,11 @@ layers() {
 }
 steps() { bench compare step_30b_2gpu.json "$jobs/2gpu"; }
 steps_235b() { bench compare step_235b_2gpu.json train_configs/qwen3_235b_a22b/2gpu; }
+steps_kept() { # FSDP keeps what it gathered for the backward: memory for time, in all of them
+    local job made=()
+    for job in "$jobs"/2gpu/*.toml; do made+=("$job:parallelism.fsdp_reshard_after_forward=never"); done
+    bench compare step_30b_2gpu_kept.json "${made[@]}"
+}
 curves() {
     text && bench curves curves_30b_precisions.json --dataset "$TEXT" --steps 200 \
         "$jobs"/2gpu_curves/{torchtitan,mega_moe_bf16,mega_moe_fp8,mega_moe_fp8_bwd}.toml \

@@ -1,17 +1,19 @@
 """Where a training step's time goes, from the profiler's trace of one rank: kernels, and gaps between them.
 
-    python scripts/step_gaps.py rank0_trace.json [--gap-us 30] [--kernels 40]
+    python scripts/step_gaps.py rank0_trace.json[.gz] [--gap-us 30] [--kernels 40]
 
 A trace comes from TorchTitan's own profiler: any job with --profiling.enable_profiling and
 --profiling.profile_freq=14 leaves one in its dump folder (`scripts/measure.sh profile` does it for the fp8
 step). Prints the span from the first kernel's start to the last one's end, the time in which any kernel or
 copy ran, the gaps longer than --gap-us by what ended before and began after them, what the host did at each
-end of the longest, and the kernels by their total time.
+end of the longest, the kernels by their total time, and those that took another time while one of NCCL's ran:
+a collective that waits for its peer holds SMs, of which a persistent kernel has too few then.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import re
 from collections import defaultdict
@@ -70,6 +72,21 @@ def gaps(gpu: Sequence[Work], shortest_us: float) -> tuple[float, list[Gap]]:
     return busy, sorted(found, key=lambda gap: -gap.length)
 
 
+def beside_collectives(
+    gpu: Sequence[Work], least_us: float = 20
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Of kernels: their times with at least so much of a collective beside them, and without any."""
+    collectives = [work for work in gpu if "nccl" in work.name]
+    found: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+    for work in gpu:
+        if "nccl" in work.name or work.name.startswith("Mem"):
+            continue
+        beside = sum(max(0.0, min(work.end, c.end) - max(work.start, c.start)) for c in collectives)
+        if not 0 < beside < least_us:
+            found[work.name][beside == 0].append(work.end - work.start)
+    return found
+
+
 def short(name: str) -> str:
     """A kernel's name without types and arguments."""
     name = re.sub(r"^void ", "", name)
@@ -90,7 +107,9 @@ def main() -> None:
     parser.add_argument("--gap-us", type=float, default=30.0)
     parser.add_argument("--kernels", type=int, default=40)
     options = parser.parse_args()
-    gpu, host = read(json.loads(options.trace.read_text()))
+    opened = gzip.open if options.trace.suffix == ".gz" else open
+    with opened(options.trace, "rt") as file:
+        gpu, host = read(json.load(file))
     if not gpu:
         raise SystemExit(f"{options.trace}: no kernel in it")
     busy, found = gaps(gpu, options.gap_us)
@@ -116,6 +135,11 @@ def main() -> None:
     print("\nkernels:   ms, how many")
     for name, times in sorted(totals.items(), key=lambda item: -sum(item[1]))[: options.kernels]:
         print(f"{sum(times) / 1e3:9.3f} {len(times):5}  {name[:110]}")
+    print("\nbeside a collective, and without:   ms in the mean, how many, ms in the mean, how many")
+    for name, (beside, alone) in sorted(beside_collectives(gpu).items()):
+        if len(beside) > 1 and len(alone) > 1 and sum(beside) > 300:
+            means = (f"{sum(times) / len(times) / 1e3:8.3f} {len(times):4}" for times in (beside, alone))
+            print("  ".join(means), f" {name[:100]}")
 
 
 if __name__ == "__main__":

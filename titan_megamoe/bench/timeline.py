@@ -37,6 +37,7 @@ _OTHERS = (
     (r"mega_moe", "mega MoE", BOTH),
     (r"nccl", "NCCL", WIRE),
     (r"deep_ep|intranode", "DeepEP", WIRE),
+    (r"sdpa", "attention", GEMM),
     (r"gemm|cutlass|nvjet|GroupMM|grouped_mm|cublas|xmma", "GEMM", GEMM),
     (r"", "", MEMORY),
 )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .tables import markdown, name_of, provenance
-from .timeline import BOTH, GEMM, KINDS, MEMORY, WAIT, WIRE, from_lists
+from .timeline import BOTH, GEMM, KINDS, MEMORY, WAIT, WIRE, Event, from_lists
 
 Rows = list[dict[str, Any]]
 _COLORS = {GEMM: "#4878a8", WIRE: "#d1603d", BOTH: "#4878a8", MEMORY: "#b9b9b9", WAIT: "#e8c547"}
@@ -30,6 +31,39 @@ def collect(rows: Rows) -> Any:
     ]
 
 
+def draw_bars(axes: Any, events: Sequence[Event], longest: float) -> None:
+    """A bar for each event in its lane, over ms; those longer than a share of `longest` with their label."""
+    for e in events:
+        start, length = e.start / 1e3, e.length / 1e3
+        crossing = e.kind == BOTH
+        axes.broken_barh(
+            [(start, length)], (e.lane - 0.4, 0.8), facecolors=_COLORS[e.kind],
+            edgecolor=_COLORS[WIRE] if crossing else "white", linewidth=0.0 if crossing else 0.2,
+            hatch="////" if crossing else None,
+        )  # fmt: skip
+        if e.label and length > _SHORTEST * longest:
+            axes.text(
+                start + length / 2, e.lane, e.label, ha="center", va="center", fontsize=7,
+                color="black" if e.kind in (MEMORY, WAIT) else "white", clip_on=True,
+            )  # fmt: skip
+
+
+def draw_legend(figure: Any) -> None:
+    """What the colours mean, above the figure."""
+    from matplotlib.patches import Rectangle
+
+    boxes = [
+        Rectangle(
+            (0, 0), 1, 1, facecolor=_COLORS[kind], hatch="////" if kind == BOTH else None,
+            edgecolor=_COLORS[WIRE] if kind == BOTH else "white", linewidth=0.0,
+        )
+        for kind in KINDS
+    ]  # fmt: skip
+    figure.legend(
+        boxes, KINDS.values(), ncols=len(KINDS), fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0)
+    )
+
+
 def draw(data: Any, path: Path, metadata: dict[str, str]) -> None:
     from .plots import _pyplot, _save
 
@@ -42,19 +76,7 @@ def draw(data: Any, path: Path, metadata: dict[str, str]) -> None:
         gridspec_kw={"height_ratios": [n + 0.6 for n in lanes]},
     )  # fmt: skip
     for axes, panel, events, count in zip(every[:, 0], data, panels, lanes, strict=True):
-        for e in events:
-            start, length = e.start / 1e3, e.length / 1e3
-            crossing = e.kind == BOTH
-            axes.broken_barh(
-                [(start, length)], (e.lane - 0.4, 0.8), facecolors=_COLORS[e.kind],
-                edgecolor=_COLORS[WIRE] if crossing else "white", linewidth=0.0 if crossing else 0.2,
-                hatch="////" if crossing else None,
-            )  # fmt: skip
-            if e.label and length > _SHORTEST * longest:
-                axes.text(
-                    start + length / 2, e.lane, e.label, ha="center", va="center", fontsize=7,
-                    color="black" if e.kind in (MEMORY, WAIT) else "white", clip_on=True,
-                )  # fmt: skip
+        draw_bars(axes, events, longest)
         turn = max((e.end for e in events if e.phase == "forward"), default=0.0) / 1e3
         axes.axvline(turn, color="black", lw=0.8, ls=":")
         axes.set_title(
@@ -66,16 +88,7 @@ def draw(data: Any, path: Path, metadata: dict[str, str]) -> None:
         axes.set_yticks(range(count), [f"stream {n}" for n in range(count)], fontsize=7)
     every[-1, 0].set_xlim(0, longest * 1.01)
     every[-1, 0].set_xlabel("ms; dotted: the end of the forward")
-    boxes = [
-        pyplot.Rectangle(
-            (0, 0), 1, 1, facecolor=_COLORS[kind], hatch="////" if kind == BOTH else None,
-            edgecolor=_COLORS[WIRE] if kind == BOTH else "white", linewidth=0.0,
-        )
-        for kind in KINDS
-    ]  # fmt: skip
-    figure.legend(
-        boxes, KINDS.values(), ncols=len(KINDS), fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0)
-    )
+    draw_legend(figure)
     figure.tight_layout()
     _save(figure, path, metadata)
 
