@@ -494,7 +494,7 @@ CANDIDATES: dict[str, list[tuple[str, str]]] = {
 }
 """Other texts of the kernels with the same results, to be timed. "fixed tiles": block p takes tiles p, p + G,
 … and claims none, as it was before; it wins by what a claim costs and should lose where SMs are held. "next
-tile early": a tile's last stage names the next one, so that those that multiply don't wait for its first stage
+tile early": a tile's last stage names the next one, and those that multiply don't wait for its first stage
 and only then look up which it is. Predicted: of the 2 to 3 % that claiming costs gemm2 and dgrad1, and the
 0.6 % of gemm1 with dispatch, four fifths come back; with 24 SMs held 1.25 times as long, with fixed tiles
 twice."""

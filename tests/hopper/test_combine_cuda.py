@@ -68,9 +68,24 @@ class Rank:
         self.rows = torch.where(huge == 0, rows, huge).bfloat16()
         self.partial.fill_(UNTOUCHED)
         self.y = torch.full((self.tokens, geometry.hidden), UNTOUCHED).bfloat16()
+        self.parts = torch.randn(3, shape.pool_rows, generator=g)
+        self.weight_gradients = torch.full((self.tokens, top_k), UNTOUCHED)
 
-    def close(self, timeout_s=20.0, kernel="cuda"):
-        c.combine(self.plan, self, self.ids, SIGNATURE, timeout_s, rows=self.rows, out=self.y, kernel=kernel)
+    def close(self, timeout_s=20.0, kernel="cuda", **options):
+        c.combine(
+            self.plan,
+            self,
+            self.ids,
+            SIGNATURE,
+            timeout_s,
+            rows=self.rows,
+            out=self.y,
+            kernel=kernel,
+            **options,
+        )
+
+    def close_backward(self, timeout_s=20.0, **options):
+        self.close(timeout_s, dweight_parts=self.parts, dweight=self.weight_gradients, **options)
 
     def sums(self, rank):
         """fp32 sums of this rank's rows for rank's tokens, and which tokens have any."""
@@ -139,9 +154,9 @@ class Launches:
         self.recorded, self.kept = [], []
 
         @functools.cache
-        def kernel(name, kinds, device, defines):
+        def kernel(name, kinds, device, defines, sizes):
             assert name == "combine"
-            self.library = kernels.build(folder, name, defines, change)
+            self.library = kernels.build(folder, name, defines, change, sizes)
             real = kernels.CpuKernel(self.library, name, kinds)
             return self, real
 
@@ -211,6 +226,72 @@ def check_call(launches, ranks, told=True):
         wanted[:, :chunks] = CALL
         wanted[r.rank] = 0
         assert torch.equal(r.flags, wanted), "flags of chunks that are not sent, or none of some"
+
+
+def expected_weight_gradients(ranks, rank):
+    """Of rank's tokens: every slot's, by the rank that has its expert."""
+    total = torch.zeros_like(ranks[rank].weight_gradients)
+    for r in ranks:
+        shape = r.plan.shape
+        slots = (
+            r.plan.slot_row[rank * shape.max_tokens * shape.top_k :][: total.numel()].view(total.shape).long()
+        )
+        value = torch.zeros_like(total)
+        for part in r.parts:
+            value += torch.where(slots >= 0, part[slots.clamp(min=0)], 0)
+        total += value
+    return total
+
+
+def close_backwards(launches, ranks, blocks, monkeypatch):
+    """Every rank's backward, by `blocks` blocks: first all send and give up, then all is there."""
+    counters = [torch.zeros(2, dtype=torch.int32) for _ in ranks]
+    monkeypatch.setattr(combine_cuda, "grid_size", lambda *a: blocks)
+    for timeout_s in (0.0, 20.0):
+        for r in ranks:
+            monkeypatch.setattr(combine_cuda, "claims", lambda _, r=r: counters[r.rank])
+            r.close_backward(timeout_s, one_an_sm=True)
+            kernel, launched, arguments = launches.recorded.pop()
+            kernel.launch(launched, arguments, None)
+            assert launched <= blocks and counters[r.rank].eq(0).all(), "the next launch finds no work"
+            r.gave_up = bool(r.state[1])
+        for r in ranks:
+            if r.gave_up and r.tokens and timeout_s == 0:
+                assert r.weight_gradients.isnan().any(), "not all is there, and nobody sees it"
+            r.state[1] = 0
+            r.report.zero_(), r.mail.zero_()
+
+
+def check_backwards(launches, ranks, blocks, monkeypatch):
+    ys, partials = expected(ranks)
+    close_backwards(launches, ranks, blocks, monkeypatch)
+    for r in ranks:
+        assert not r.gave_up
+        assert torch.equal(bits(r.partial), bits(partials[r.rank])), "partial sums are wrong"
+        assert torch.equal(bits(r.y), bits(ys[r.rank])), "y is wrong"
+        wanted = expected_weight_gradients(ranks, r.rank)
+        assert torch.equal(r.weight_gradients, wanted), "gradients of the top-k weights are wrong"
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_few_blocks_lose_a_chunk_or_a_gradient_of_the_weights(monkeypatch, name, blocks):
+    check_backwards(Launches(monkeypatch), CASES[name].ranks(), blocks, monkeypatch)
+
+
+FEW = {
+    "the counter stays": ("claims[0] = claims[1] = 0;", ";", "next launch finds no work"),
+    "a part is left out": ("part < r.num_parts", "part + 1 < r.num_parts", "gradients of the top-k"),
+    "own slots only": ("if (ready && id[i] >= 0 &&", "if (false &&", "gradients of the top-k"),
+    "tokens of the chunk before": ("first_token = first;", "first_token = 0 * first;", "wrong"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_simulator_misses_few_blocks_that_are_broken(monkeypatch, name):
+    before, after, complaint = FEW[name]
+    with pytest.raises(AssertionError, match=complaint):
+        check_backwards(Launches(monkeypatch, (before, after)), THREE.ranks(), 2, monkeypatch)
 
 
 @pytest.mark.parametrize("lead", [1, 128])
@@ -372,7 +453,7 @@ def test_a_rank_leaves_a_refused_call_while_a_peer_is_in_it(monkeypatch):
 
 
 check_bits = functools.partial(check_call, told=False)
-FLAG = "if (threadIdx.x == 0) store_release_system(flags + away / 4 + rank * chunks + chunk, c.call);"
+FLAG = "if (threadIdx.x == 0) store_release_system(r.flags + away / 4 + r.rank * c.chunks + chunk, c.call);"
 ADD = "    stream.add_up("
 MUTANTS = {
     "no barrier before the flag": (
@@ -540,6 +621,13 @@ for precision in ("bf16", "fp8", "fp8_bwd"):
         (forward, blocks), (backward, same) = seen
         assert (forward, backward) == ("combine" if name == "cuda" else "triton", "triton"), seen
         assert blocks == same
+    seen.clear()
+    backend.combine_beside_columns, backend.combine_in = True, "cuda"
+    begun = backend.begin(call)
+    begun.finish()
+    backend.backward(call, begun.saved, x)
+    assert seen[1][0] == ("combine" if precision == "fp8" else "triton"), seen
+    assert seen[1][1] <= no_gpu.SMS or precision != "fp8"
     backend.combine_in = "cutlass"
     with pytest.raises(ConfigError, match="combine_in is 'cutlass'"):
         backend.begin(call)

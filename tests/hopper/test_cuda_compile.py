@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 import triton
 
-from titan_megamoe.backends.hopper import cuda_kernels, fp8_dispatch
+from titan_megamoe.backends.hopper import combine_cuda, cuda_kernels, fp8_dispatch
 from titan_megamoe.backends.hopper.jit.compiler import compile_cubin, find_nvcc, find_nvrtc
 from titan_megamoe.errors import MegaMoEError
 
@@ -103,6 +103,14 @@ def test_combine_takes_more_than_a_fourth_of_an_sm(tmp_path):
     # A row of 2048 columns: two instructions a value, and few besides.
     (row,) = set(re.findall(r"LDS\.128 .*?UBLKCP", sass, re.S)) or [""]
     assert len(re.findall(r"/\*[0-9a-f]{4}\*/", row)) < 260
+
+
+def test_quantization_does_not_fit_beside_the_combine_of_an_sm(tmp_path):
+    beside, columns = combine_cuda.BESIDE, cuda_kernels.block("fp8_columns")
+    sass, registers = compiled(tmp_path, cuda_kernels.cuda_source("combine", beside), "combine", ("BESIDE",))
+    assert not re.findall(r"\b(LDL|STL)\b", sass), "registers are spilled"
+    threads = -(-registers // 8) * 8 * beside.threads + 3 * 64 * columns.threads
+    assert threads <= 64 * 1024 and beside.shared_bytes + 3 * columns.shared_bytes + 4 * 1024 <= 228 * 1024
 
 
 def test_host_and_kernel_disagree_on_the_words_of_a_dispatch():

@@ -188,7 +188,7 @@ def test_weight_gradient_loses_a_block_a_tile_or_a_scale(m, n, counts, dtype):
     ids=["nothing", "bytes", "wait", "expert", "no tokens", "end"],
 )  # fmt: skip
 def test_simulator_misses_a_broken_weight_gradient(tmp_path, monkeypatch, before, after, complaint):
-    def kernel(name, kinds, device, defines):
+    def kernel(name, kinds, device, defines, sizes=None):
         library = kernels.build(tmp_path, name, defines, (before, after) if before else None)
         return kernels.CpuKernel(library, name, kinds)
 

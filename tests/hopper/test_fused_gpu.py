@@ -254,6 +254,29 @@ def test_the_combine_in_cuda_changes_a_bit_of_the_layer(rank_pool, name, precisi
         assert not different
 
 
+def _beside_columns(rank: int, problem: Problem, repeats: int):
+    """What differs where the combine of a backward runs beside the quantization."""
+    bound = max(problem.tokens)
+    config = MegaMoEConfig(backend="fused", precision="fp8", max_tokens_per_rank=bound, timeout_s=20.0)
+    before, different = run_rank(rank, problem, config), set()
+    try:
+        FusedBackend.combine_beside_columns = True
+        for _ in range(repeats):
+            now = run_rank(rank, problem, config)
+            different |= {n for n, t in before.items() if t is not None and not torch.equal(now[n], t)}
+    finally:
+        FusedBackend.combine_beside_columns = False
+    return different
+
+
+@TWO
+@pytest.mark.parametrize("name", [n for n, p in COMBINED.items() if p.hidden % 16 == 0])
+def test_the_combine_beside_the_quantization_changes_a_bit(rank_pool, name):
+    problem = COMBINED[name]
+    for different in rank_pool(problem.world, "cuda").run(_beside_columns, problem, 4):
+        assert not different
+
+
 def _broken_off(rank: int, where: str, kernel: str):
     """Rank 1's host raises in the middle of a call."""
     with _combine_in(kernel):

@@ -7,8 +7,9 @@ The router stays outside of all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,7 @@ class Implementation:
 
     quantize: what an optimizer step costs beside forward and backward, since quantized weights are kept until
     the next one; None where nothing is kept. workspace_bytes: symmetric memory of a rank, which PyTorch's
-    allocator does not count.
+    allocator does not count. trial: attributes of the fused backend while it is measured.
     """
 
     label: str
@@ -59,6 +60,21 @@ class Implementation:
     quantize: Callable[[], object] | None = None
     workspace_bytes: int = 0
     wgrad_precision: str = "bf16"
+    trial: dict[str, object] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[None]:
+        """Forwards and backwards inside are those of the trial."""
+        from ..backends.hopper.backend import FusedBackend
+
+        before = {name: getattr(FusedBackend, name) for name in self.trial}
+        try:
+            for name, value in self.trial.items():
+                setattr(FusedBackend, name, value)
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(FusedBackend, name, value)
 
 
 def build(label: str, setting: Setting) -> Implementation:
@@ -92,8 +108,7 @@ def build(label: str, setting: Setting) -> Implementation:
                 label, name, config.precision, forward, wgrad_precision=config.wgrad_precision
             )
             for trial in trials:
-                tried = _with_trial(made.forward, TRIALS[trial])
-                made = replace(made, impl=f"{made.impl}+{trial}", forward=tried)
+                made = replace(made, impl=f"{made.impl}+{trial}", trial=made.trial | TRIALS[trial])
             return _with_costs(made, setting) if name == "mega_moe" else made
         case "torchtitan":
             forward = _stock(setting, deepep=False, compiled=bool(compiled))
@@ -116,28 +131,9 @@ def build(label: str, setting: Setting) -> Implementation:
 TRIALS: dict[str, dict[str, object]] = {
     "expand": {"first_half": "expanded"},
     "combine_triton": {"combine_in": "triton"},
+    "beside": {"combine_beside_columns": True},
 }
 """Attributes of the fused backend that are another way to do the same, and what they are in a trial."""
-
-
-def _with_trial(
-    forward: Callable[[LayerInputs], Tensor], trial: dict[str, object]
-) -> Callable[[LayerInputs], Tensor]:
-    """The same with those attributes, for eager calls; only forwards look at them."""
-
-    def tried(inputs: LayerInputs) -> Tensor:
-        from ..backends.hopper.backend import FusedBackend
-
-        before = {name: getattr(FusedBackend, name) for name in trial}
-        try:
-            for name, value in trial.items():
-                setattr(FusedBackend, name, value)
-            return forward(inputs)
-        finally:
-            for name, value in before.items():
-                setattr(FusedBackend, name, value)
-
-    return tried
 
 
 def _with_costs(made: Implementation, setting: Setting) -> Implementation:

@@ -130,9 +130,10 @@ def _measure(
         _gradients(outputs.pop(0), sets[i % len(sets)], setting.weights)
 
     phases = [forward, backward] if implementation.differentiable else [forward]
-    times = measure(phases, iterations=args.iterations, warmup=args.warmup, group=setting.group)
-    peak = torch.cuda.max_memory_allocated() - base
-    errors = {} if args.no_check else _check(implementation, setting, sets, routing)
+    with implementation.trying():
+        times = measure(phases, iterations=args.iterations, warmup=args.warmup, group=setting.group)
+        peak = torch.cuda.max_memory_allocated() - base
+        errors = {} if args.no_check else _check(implementation, setting, sets, routing)
     made = []
     named = dict(zip(("forward", "backward"), times, strict=False))
     if implementation.quantize is not None:

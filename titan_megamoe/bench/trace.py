@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
         try:
             setting = Setting(shape, args.tokens, weights, group, mesh, config)
             implementation = build(label, setting)
-            events = _traced(implementation, setting, inputs)
+            with implementation.trying():
+                events = _traced(implementation, setting, inputs)
             made.append(shared | to_record(implementation, events))
         except (MegaMoEError, ImportError) as error:
             failed += 1

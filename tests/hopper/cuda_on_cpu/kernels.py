@@ -50,10 +50,12 @@ class CpuKernel:
 
 
 def build(
-    folder: Path, name: str, defines: Sequence[str], change: tuple[str, str] | None = None
+    folder: Path, name: str, defines: Sequence[str], change: tuple[str, str] | None = None, sizes: Any = None
 ) -> ctypes.CDLL:
     """A library with `launch` for kernel `name`; `change` replaces some of its text."""
-    text = cuda_kernels.cuda_source(name).replace((CUDA / "ptx.cuh").read_text(), '#include "simt.h"\n')
+    text = cuda_kernels.cuda_source(name, sizes).replace(
+        (CUDA / "ptx.cuh").read_text(), '#include "simt.h"\n'
+    )
     if change is not None:
         assert change[0] in text
         text = text.replace(*change)
@@ -76,7 +78,9 @@ def run_on_cpu(monkeypatch: Any, folder: Path, change: tuple[str, str] | None = 
     """From here on the callers of cuda_kernels.py launch kernels on the CPU, `change`d as in `build`."""
 
     @functools.cache
-    def kernel(name: str, kinds: tuple[str, ...], device: Any, defines: tuple[str, ...]) -> CpuKernel:
+    def kernel(
+        name: str, kinds: tuple[str, ...], device: Any, defines: tuple[str, ...], sizes: Any = None
+    ) -> CpuKernel:
         return CpuKernel(build(folder, name, defines, change), name, kinds)
 
     monkeypatch.setattr(cuda_kernels, "_kernel", kernel)

@@ -279,6 +279,7 @@ def combine(
     pass_index: int = 0,
     passes: int = 1,
     kernel: str = "triton",
+    one_an_sm: bool = False,
 ) -> None:
     """Close a call on the current stream; every rank of the group calls it, also with nothing to add.
 
@@ -292,6 +293,7 @@ def combine(
         dweight: (T, K) fp32, with `dweight_parts`; 0 in dropped slots.
         pass_index, passes: of a call in several passes, each of which closes its own window of tokens.
         kernel: "triton", or "cuda" where cuda/combine.cu can do it (combine_cuda.py): the same bits.
+        one_an_sm: of a backward with "cuda": by one block on each SM, beside other kernels.
     """
     shape = plan.shape
     num_chunks = grid_chunks = max(cdiv(shape.max_tokens, COMBINE_TOKENS), 1)
@@ -305,11 +307,12 @@ def combine(
     parts = 1 if dweight_parts is None else dweight_parts.shape[0]
     lead, groups = block_counts(grid_chunks, own, shape.world, LEAD_CHUNKS)
     blocks, timeout_ns = lead + groups * shape.world, int(min(timeout_s, 1e9) * 1e9)
-    forward = dweight is None and passes == 1
-    if kernel == "cuda" and forward and rows is not None and out is not None and takes(shape):
+    in_cuda = kernel == "cuda" and passes == 1 and (one_an_sm or dweight is None) and takes(shape)
+    if in_cuda and rows is not None and out is not None:
         combine_cuda(
-            plan, workspace, ids, signature, timeout_ns, rows=rows, out=out, lead=lead, blocks=blocks
-        )
+            plan, workspace, ids, signature, timeout_ns, rows=rows, out=out, dweight_parts=dweight_parts,
+            dweight=dweight, lead=lead, blocks=blocks, one_an_sm=one_an_sm,
+        )  # fmt: skip
         return
     bound = _bound(shape, passes, hidden, lead, rows is not None, dweight is not None)
     launch_triton(bound, (blocks,),

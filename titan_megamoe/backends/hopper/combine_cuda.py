@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import functools
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import ConfigError
 from ...routing import PlanShape, RoutingPlan
-from .cuda_kernels import cuda_source, launch_blocks, why_missing
+from .cuda_kernels import ONE_PER_SM, Block, claims, cuda_source, launch_blocks, why_missing
+from .gemm_common import grid_size
 from .jit import cached_cubin
 
 MAX_TOP_K = MAX_WORLD = 32
 """A lane each; more stay in Triton, on all ranks alike."""
 VARIANT: tuple[str, tuple[str, ...]] = ("combine", ())
-"""The kernel and its macros."""
+"""The kernel of forwards and its macros."""
 KINDS = ("ptr",) * 12 + ("i32",) * 10 + ("i64",)
+BESIDE_KINDS = ("ptr",) * 3 + ("i32", "i32", "ptr", "i32")
+BESIDE = Block(128, 135_440)
+"""What the only block of an SM has: eight slots a warp. Three blocks of fp8_columns fit beside it."""
 NAMES = ("triton", "cuda")
 
 logger = logging.getLogger("titan_megamoe")
@@ -64,16 +69,29 @@ def combine_cuda(
     *,
     rows: Tensor,
     out: Tensor,
+    dweight_parts: Tensor | None = None,
+    dweight: Tensor | None = None,
     lead: int,
     blocks: int,
+    one_an_sm: bool = False,
 ) -> None:
-    """Arguments as those of `combine`; `lead`, `blocks`: leading sending blocks, and blocks in all."""
-    shape = plan.shape
+    """Arguments as those of `combine`; `lead`, `blocks`: leading sending blocks, and blocks in all.
+
+    one_an_sm: of a backward: one block on each SM does the work of all, and leaves room for other kernels.
+    """
+    shape, device = plan.shape, rows.device
+    more: tuple[Any, ...] = ()
+    launched, options = blocks, dict[str, Any]()
+    if one_an_sm:
+        parts = 0 if dweight_parts is None else dweight_parts.shape[0]
+        more = (dweight_parts, dweight, workspace.dweight, parts, shape.pool_rows, claims(device), blocks)
+        launched = min(grid_size(device, ONE_PER_SM, 0), blocks)
+        options = {"defines": ("BESIDE",), "sizes": BESIDE}
     launch_blocks(
-        VARIANT[0], KINDS,
+        VARIANT[0], KINDS + (BESIDE_KINDS if more else ()),
         (rows, plan.slot_row, plan.tokens, plan.ok, ids, out, workspace.partial, workspace.flags,
          workspace.mail, workspace.delta, workspace.state, workspace.report, ids.shape[0], shape.max_tokens,
          rows.shape[1], shape.top_k, shape.num_local_experts, shape.world, shape.rank, lead,
-         2 if ids.dtype is torch.int64 else 1, signature, timeout_ns),
-        rows.device, blocks, defines=VARIANT[1],
+         2 if ids.dtype is torch.int64 else 1, signature, timeout_ns, *more),
+        device, launched, **options,
     )  # fmt: skip

@@ -122,9 +122,10 @@ def claims(device: torch.device) -> Tensor:
     return _claims[stream]
 
 
-def cuda_source(name: str) -> str:
-    """The whole text of a kernel: what it shares with the others, then its own file."""
-    return _text(name, PLAIN.get(name), ring(name))
+def cuda_source(name: str, sizes: Block | None = None) -> str:
+    """The whole text of a kernel: what it shares with the others, then its own file. `sizes`: instead of
+    PLAIN's."""
+    return _text(name, sizes or PLAIN.get(name), ring(name))
 
 
 @functools.cache
@@ -185,19 +186,27 @@ def launch_blocks(
     blocks: int,
     *,
     defines: tuple[str, ...] = (),
+    sizes: Block | None = None,
 ) -> None:
     """Launch `blocks` blocks of kernel `name` on the current stream; `kinds` as jit/driver.py has them.
+    `sizes`: instead of PLAIN's.
 
     Raises:
         UnsupportedError: no driver or no compiler (jit/).
         MegaMoEError: compiling, loading or launching failed.
     """
-    _kernel(name, tuple(kinds), device, defines).launch(blocks, arguments, device)
+    _kernel(name, tuple(kinds), device, defines, sizes).launch(blocks, arguments, device)
 
 
-def _kernel(name: str, kinds: tuple[str, ...], device: torch.device, defines: tuple[str, ...]) -> Kernel:
+def _kernel(
+    name: str,
+    kinds: tuple[str, ...],
+    device: torch.device,
+    defines: tuple[str, ...],
+    sizes: Block | None = None,
+) -> Kernel:
     index = torch.cuda.current_device() if device.index is None else device.index
-    return _loaded(cuda_source(name), name, block(name), kinds, index, defines)
+    return _loaded(cuda_source(name, sizes), name, sizes or block(name), kinds, index, defines)
 
 
 @functools.cache

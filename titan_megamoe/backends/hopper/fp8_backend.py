@@ -41,7 +41,7 @@ from .fp8_weights import WeightCache
 from .fp8_wgrad import Fp8Columns, quantize_columns, wgrad_fp8
 from .peer_copies import PeerCopies, copy_from_peers
 from .plan_kernels import build_plans
-from .side import beside, now
+from .side import beside, give_way, now
 from .symmetric import publish
 from .wgrad import wgrad_down, wgrad_up
 
@@ -183,17 +183,22 @@ class Fp8FusedBackend(FusedBackend):
                 h = _activation(gate_up, plan)
                 h8 = quantize_columns(h, plan.tiles) if fp8_weights else None
 
+            beside_columns = fp8_weights and self.combine_beside_columns
+
             def close() -> None:
                 if copies is not None:
                     copies.done.wait()
                 combine(
                     plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=dx,
-                    dweight_parts=parts, dweight=dweights,
+                    dweight_parts=parts, dweight=dweights, kernel="cuda" if beside_columns else "triton",
+                    one_an_sm=beside_columns,
                 )  # fmt: skip
 
             x = recv if copies is None else copies
             if fp8_weights:
-                grads = _weights_in_fp8(call, plan, workspace, close, dy, dy_received, x, h8, dgu8)
+                grads = _weights_in_fp8(
+                    call, plan, workspace, close, dy, dy_received, x, h8, dgu8, beside_columns
+                )  # fmt: skip
             else:
                 grads = _weights_in_bf16(call, plan, workspace, close, dy_RH, x, h, dgu16)
         workspace.leave()
@@ -296,6 +301,7 @@ def _weights_in_fp8(
     peers_x: Tensor | PeerCopies,
     h8: Fp8Columns | None,
     dgu8: Fp8Columns | None,
+    beside_columns: bool,
 ) -> _WeightGradients:
     """Weight gradients with fp8 operands, and `close`, after which peers may write to this rank's buffers.
 
@@ -305,11 +311,14 @@ def _weights_in_fp8(
         dy, dy_received: (T, H) bf16 of this rank, and of the peers in the order of the receive buffer.
         peers_x: as in `_weights_in_bf16`.
         h8, dgu8: (1, I, P) and (2, I, P) columns; None where no gradient needs them.
+        beside_columns: `close` has few blocks, which must have started before those of the quantization.
     """
     needs, tiles, device, shape = call.needs, plan.tiles, call.x.device, plan.shape
     reserved = call.config.reserved_sms
     with beside(now(), device, head_start_ns=0) as closed:
         close()
+    if beside_columns:
+        give_way(device)
     dw1 = dw3 = dw2 = dy8 = x8 = None
     if h8 is not None:
         dy8 = quantize_columns(dy, tiles, plan=plan, received=dy_received, state=workspace.state)

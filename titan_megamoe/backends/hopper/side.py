@@ -55,6 +55,12 @@ def beside(
         done.record(side)
 
 
+def give_way(device: torch.device) -> None:
+    """The current stream waits until what the side stream was just given has started."""
+    with torch.cuda.device(device):
+        launch_triton(_pause_kernel, (1,), HEAD_START_NS, num_warps=1)
+
+
 def join(device: torch.device) -> None:
     """Order the current stream after all that the side stream was given."""
     torch.cuda.current_stream(device).wait_stream(_side_stream(device))

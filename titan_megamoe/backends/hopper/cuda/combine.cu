@@ -1,6 +1,10 @@
-// The combine of a forward in one pass. combine.py says what is computed and which block does what, with one proof
-// that no block waits in vain: this kernel has its grid, its order of blocks, and its protocol to the word. Every sum
-// has the same addends in the same order, so the bits are those of the Triton kernel.
+// The combine in one pass. combine.py says what is computed and which block does what, with one proof that no block
+// waits in vain: this kernel has its grid, its order of blocks, and its protocol to the word. Every sum has the same
+// addends in the same order, so the bits are those of the Triton kernel.
+//
+// BESIDE: of a backward, with the gradients of the top-k weights, by one block on each SM that does what several blocks
+// of that grid would: it claims their numbers in order (Claims of ring.cuh) and leaves room for another kernel's blocks.
+// What the proof says of blocks that have started then holds for numbers that have been claimed.
 //
 // Rows come through shared memory: each warp has a ring of SLOTS slots which the copy engine fills, so what is on its
 // way costs no registers. A warp takes every WARPS-th token of its block's chunk. First it loads the indices of all
@@ -32,11 +36,11 @@ constexpr int UNITS = SLOT_BYTES / UNIT_BYTES;
 constexpr u32 LIST_WORDS = TOKENS * (MAX_TOP_K + MAX_WORLD);
 static_assert(TOKENS * (MAX_TOP_K + MAX_WORLD - 1) < 256, "ends of lists are bytes");
 
-// Shared memory: slots of all warps, their lists, their barriers, two words of the block.
+// Shared memory: slots of all warps, their lists, their barriers, three words of the block.
 constexpr u32 SLOTS = (HOST_SHARED_BYTES - 16 - 4 * WARPS * LIST_WORDS) / (WARPS * (SLOT_BYTES + 8));
 constexpr u32 LISTS_AT = WARPS * SLOTS * SLOT_BYTES;
 constexpr u32 BARRIERS_AT = LISTS_AT + 4 * WARPS * LIST_WORDS;
-constexpr u32 GIVEN_UP_AT = BARRIERS_AT + 8 * WARPS * SLOTS, CODE_AT = GIVEN_UP_AT + 4;
+constexpr u32 GIVEN_UP_AT = BARRIERS_AT + 8 * WARPS * SLOTS, CODE_AT = GIVEN_UP_AT + 4, NUMBER_AT = CODE_AT + 4;
 static_assert(GIVEN_UP_AT + 16 == HOST_SHARED_BYTES && THREADS == HOST_THREADS, "cuda_kernels.py launches so");
 static_assert(SLOTS >= 2, "one slot is read while another is filled");
 
@@ -56,6 +60,30 @@ struct Combine {
     int* report;
     int world, rank, max_tokens, chunks, signature, call;
     u64 row_bytes;
+};
+
+// What is asked for, as the host passes it.
+struct Request {
+    const unsigned char* rows;     // (P, H) bf16
+    const int *slot_row, *tokens, *ok, *ids;
+    unsigned char *out, *partial;  // (T, H) bf16; this rank's (W - 1, T_max, H)
+    int *flags, *mail;
+    const long long* delta;
+    int *state, *report;
+    int num_tokens, max_tokens, hidden, top_k, experts, world, rank, lead, id_words, signature;
+    u64 timeout_ns;
+#ifdef BESIDE
+    const float* parts;    // (num_parts, P), or null: no gradients of the top-k weights
+    float* dweight;        // (T, K)
+    float* peers_dweight;  // this rank's (T_max, K), where peers put theirs
+    int num_parts, pool_rows;
+#endif
+
+    DEVICE int chunks() const { return (max_tokens + CHUNK - 1) / CHUNK; }
+    DEVICE Combine call() const {
+        return Combine{rows,  partial, delta,      flags,    mail,      state,    report,
+                       world, rank,    max_tokens, chunks(), signature, state[0], 2 * u64(hidden)};
+    }
 };
 
 struct Verdict {
@@ -155,7 +183,7 @@ struct Sums {
 struct Stream {
     const Combine& c;
     u32 base, warp;
-    int first_token;
+    int first_token = 0;
     u64 policy = read_once();
     u32 ends = 0;  // byte i: where the list of token i ends and that of the next begins
     // The next source to ask for, and where to.
@@ -164,13 +192,19 @@ struct Stream {
     u32 next = 0, filling = 0, filled = 0;
     u32 emptying = 0, round = 0;
 
-    DEVICE Stream(const Combine& c, u32 base, int first_token)
-        : c(c), base(base), warp(threadIdx.x / 32), first_token(first_token) {
+    DEVICE Stream(const Combine& c, u32 base) : c(c), base(base), warp(threadIdx.x / 32) {
         if (threadIdx.x % 32 == 0) {
 #pragma unroll 1
             for (u32 i = 0; i < SLOTS; ++i) barrier_init(full(i), 1);
             fence_barrier_init();
         }
+    }
+
+    // Other tokens, when all that was asked for has been read.
+    DEVICE void restart(int first) {
+        first_token = first;
+        ends = next = piece_at = 0;
+        token = 0;
     }
 
     DEVICE u32 slot(u32 i) const { return base + (warp * SLOTS + i) * SLOT_BYTES; }
@@ -262,66 +296,134 @@ struct Stream {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4) combine(
-    const unsigned char* rows, const int* slot_row, const int* tokens, const int* ok, const int* ids,
-    unsigned char* out, unsigned char* partial, int* flags, int* mail, const long long* delta, int* state, int* report,
-    int num_tokens, int max_tokens, int hidden, int top_k, int experts, int world, int rank, int lead, int id_words,
-    int signature, long long timeout_ns) {
-    extern __shared__ __align__(1024) unsigned char shared[];
-    const int block = blockIdx.x, peers = max(world - 1, 1), turn = max(block - lead, 0);
-    const int group = turn / world, member = turn - group * world;
-    const bool sends = block < lead || member < world - 1;
-    const int sender = block < lead ? block : lead + group * (world - 1) + member;
+#ifdef BESIDE
+// Gradients of the top-k weights of this warp's tokens; lane k has slot k. Sent: to the peer's tokens that have a row
+// here. Else this rank's own, with what peers sent for the other slots.
+DEVICE void move_weight_gradients(const Request& r, const Stream& stream, const int (&row)[TOKENS],
+                                  const int (&id)[TOKENS], int limit, bool sends, long long away, bool ready) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < TOKENS; ++i) {
+        const int t = stream.first_token + WARPS * i, at = t * r.top_k + lane;
+        if (lane >= r.top_k || t >= limit) continue;
+        const int mine = ready ? row[i] : -1;
+        float value = 0.f;
+        if (mine >= 0)
+            for (int part = 0; part < r.num_parts; ++part) value += r.parts[u64(part) * r.pool_rows + mine];
+        if (sends) {
+            if (mine >= 0) r.peers_dweight[away / 4 + at] = value;
+        } else {
+            if (ready && id[i] >= 0 && id[i] / r.experts != r.rank) value += r.peers_dweight[at];
+            r.dweight[at] = ready ? value : low_bf16(0x7FFF);
+        }
+    }
+}
+#endif
+
+// What block `number` of the grid does. BESIDE has a call and a stream for all of them.
+DEVICE void combine_chunk(const Request& r, u32 base, int number
+#ifdef BESIDE
+                          ,
+                          const Combine& c, Stream& stream
+#endif
+) {
+    const int peers = max(r.world - 1, 1), turn = max(number - r.lead, 0);
+    const int group = turn / r.world, member = turn - group * r.world;
+    const bool sends = number < r.lead || member < r.world - 1;
+    const int sender = number < r.lead ? number : r.lead + group * (r.world - 1) + member;
     const int chunk = sends ? sender / peers : group;
-    const int chunks = (max_tokens + CHUNK - 1) / CHUNK;
-    const int owner = sends ? (rank + 1 + sender - chunk * peers) % world : rank;  // of the tokens
-    if (chunk >= chunks || (!sends && chunk > 0 && chunk * CHUNK >= num_tokens)) return;
+    const int owner = sends ? (r.rank + 1 + sender - chunk * peers) % r.world : r.rank;  // of the tokens
+    if (chunk >= r.chunks() || (!sends && chunk > 0 && chunk * CHUNK >= r.num_tokens)) return;
 
     // Loads that need no other: whether they are of use is known later.
-    const u32 base = shared_address(shared), lane = threadIdx.x % 32;
+    const u32 lane = threadIdx.x % 32;
     const int first_token = chunk * CHUNK + int(threadIdx.x / 32);
-    const int limit = sends ? __ldg(tokens + owner) : num_tokens;
-    const bool planned = __ldg(ok) != 0;
+    const int limit = sends ? __ldg(r.tokens + owner) : r.num_tokens;
+    const bool planned = __ldg(r.ok) != 0;
     int row[TOKENS], id[TOKENS];
 #pragma unroll
     for (int i = 0; i < TOKENS; ++i) {
         const int t = first_token + WARPS * i;
         row[i] = id[i] = -1;
-        if (int(lane) < top_k && t < max_tokens) row[i] = __ldg(slot_row + (owner * max_tokens + t) * top_k + lane);
-        if (int(lane) < top_k && !sends && t < num_tokens) id[i] = __ldg(ids + (t * top_k + lane) * id_words);
+        if (int(lane) < r.top_k && t < r.max_tokens)
+            row[i] = __ldg(r.slot_row + (owner * r.max_tokens + t) * r.top_k + lane);
+        if (int(lane) < r.top_k && !sends && t < r.num_tokens) id[i] = __ldg(r.ids + (t * r.top_k + lane) * r.id_words);
     }
-    const long long away = __ldg(delta + owner);
-    const Combine c{rows,  partial, delta,      flags,  mail,      state,    report,
-                    world, rank,    max_tokens, chunks, signature, state[0], 2 * u64(hidden)};
-    if (threadIdx.x == 0) store_shared_word(base + GIVEN_UP_AT, load_volatile(state + 1));
+    const long long away = __ldg(r.delta + owner);
+#ifndef BESIDE
+    const Combine c = r.call();
+#endif
+    if (threadIdx.x == 0) store_shared_word(base + GIVEN_UP_AT, load_volatile(r.state + 1));
     __syncthreads();
     const int given_up = load_shared_word(base + GIVEN_UP_AT);
     const bool alive = planned && given_up == 0, refused = given_up == REFUSED;
 
     if (sends && !(alive && (chunk == 0 || chunk * CHUNK < limit)) && !(refused && chunk == 0)) return;
-    Stream stream(c, base, first_token);
+#ifndef BESIDE
+    Stream stream(c, base);
+#endif
+    stream.restart(first_token);
 #pragma unroll
     for (int i = 0; i < TOKENS; ++i) {
         const bool live = alive && first_token + WARPS * i < limit;
-        const int place = live && id[i] >= 0 ? (id[i] / experts - rank + world) % world : 0;
+        const int place = live && id[i] >= 0 ? (id[i] / r.experts - r.rank + r.world) % r.world : 0;
         stream.append(i, live ? row[i] : -1, __reduce_or_sync(~0u, 1u << place) & ~1u);
     }
     __syncwarp();
     stream.fill_all(false);
     bool ready = alive;
-    if (!sends && world > 1 && (alive || (refused && chunk == 0))) {
-        if (threadIdx.x == 0) store_shared_word(base + CODE_AT, await_peers(c, chunk, timeout_ns));
+    if (!sends && r.world > 1 && (alive || (refused && chunk == 0))) {
+        if (threadIdx.x == 0) store_shared_word(base + CODE_AT, await_peers(c, chunk, r.timeout_ns));
         __syncthreads();
         ready = alive && load_shared_word(base + CODE_AT) == 0;
         fence_async_proxy_global();
     }
     if (ready) stream.fill_all(true);
     else stream.drain();
-    const int mine = (rank - owner + world - 1) % world;  // my place among the peer's peers
-    unsigned char* const to = sends ? partial + away + u64(mine) * max_tokens * c.row_bytes : out;
+    const int mine = (r.rank - owner + r.world - 1) % r.world;  // my place among the peer's peers
+    unsigned char* const to = sends ? r.partial + away + u64(mine) * r.max_tokens * c.row_bytes : r.out;
     stream.add_up(to, limit, !sends, ready ? 0.f : low_bf16(0x7FFF));
+#ifdef BESIDE
+    if (r.parts != nullptr) move_weight_gradients(r, stream, row, id, limit, sends, away, ready);
+#endif
     if (sends) {
         __syncthreads();
-        if (threadIdx.x == 0) store_release_system(flags + away / 4 + rank * chunks + chunk, c.call);
+        if (threadIdx.x == 0) store_release_system(r.flags + away / 4 + r.rank * c.chunks + chunk, c.call);
     }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 4) combine(
+    const unsigned char* rows, const int* slot_row, const int* tokens, const int* ok, const int* ids,
+    unsigned char* out, unsigned char* partial, int* flags, int* mail, const long long* delta, int* state, int* report,
+    int num_tokens, int max_tokens, int hidden, int top_k, int experts, int world, int rank, int lead, int id_words,
+    int signature, long long timeout_ns
+#ifdef BESIDE
+    ,
+    const float* parts, float* dweight, float* peers_dweight, int num_parts, int pool_rows, u32* claims, int blocks
+#endif
+) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const u32 base = shared_address(shared);
+    const Request r{rows,   slot_row, tokens, ok,     ids,        out,        partial,   flags,
+                    mail,   delta,    state,  report, num_tokens, max_tokens, hidden,    top_k,
+                    experts, world,   rank,   lead,   id_words,   signature,  u64(timeout_ns),
+#ifdef BESIDE
+                    parts,  dweight,  peers_dweight, num_parts, pool_rows,
+#endif
+    };
+#ifdef BESIDE
+    const Combine c = r.call();
+    Stream stream(c, base);
+    for (;;) {
+        __syncthreads();  // everybody is done with the number, and with all other words of the block
+        if (threadIdx.x == 0) store_shared_word(base + NUMBER_AT, take_one(claims));
+        __syncthreads();
+        const int number = load_shared_word(base + NUMBER_AT);
+        if (number >= blocks) break;
+        combine_chunk(r, base, number, c, stream);
+    }
+    if (threadIdx.x == 0 && take_one(claims + 1) == gridDim.x - 1) claims[0] = claims[1] = 0;
+#else
+    combine_chunk(r, base, blockIdx.x);
+#endif
 }
