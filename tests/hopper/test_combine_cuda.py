@@ -586,7 +586,7 @@ patch = pytest.MonkeyPatch()
 no_gpu.pretend(patch)
 from titan_megamoe import MegaMoEConfig
 from titan_megamoe.backends.base import MoECall, Needs
-from titan_megamoe.backends.hopper import combine, combine_cuda, fp8_backend
+from titan_megamoe.backends.hopper import combine, combine_cuda, fp8_backend, symmetric
 from titan_megamoe.errors import ConfigError
 
 patch.setattr(combine_cuda, "cached_cubin", lambda *a: b"")
@@ -628,6 +628,14 @@ for precision in ("bf16", "fp8", "fp8_bwd"):
     backend.backward(call, begun.saved, x)
     assert seen[1][0] == ("combine" if precision == "fp8" else "triton"), seen
     assert seen[1][1] <= no_gpu.SMS or precision != "fp8"
+    with pytest.MonkeyPatch.context() as trial:
+        met = []
+        trial.setattr(fp8_backend, "_meet", lambda *a: met.append(a[-1]))
+        backend.begin(call).finish()
+        assert not met
+        backend.quantize_beside_plan = True
+        backend.begin(call).finish()
+        assert met == ([symmetric.TOKENS] if precision == "fp8" else [])
     backend.combine_in = "cutlass"
     with pytest.raises(ConfigError, match="combine_in is 'cutlass'"):
         backend.begin(call)

@@ -17,6 +17,7 @@ partial sums, which is when the peer may write there again: the combine waits fo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 
@@ -29,7 +30,7 @@ from ...config import MegaMoEConfig
 from ...routing import RoutingPlan
 from ...workspace import Workspace
 from ..base import Begun, Gradients, MoECall
-from .backend import FusedBackend, _activation, _open, _prepare, _resumable, _signature, _unbroken
+from .backend import FusedBackend, _activation, _meet, _open, _prepare, _resumable, _signature, _unbroken
 from .combine import combine
 from .combine_cuda import combine_kernel
 from .expand import expand
@@ -42,7 +43,7 @@ from .fp8_wgrad import Fp8Columns, quantize_columns, wgrad_fp8
 from .peer_copies import PeerCopies, copy_from_peers
 from .plan_kernels import build_plans
 from .side import beside, give_way, now
-from .symmetric import publish
+from .symmetric import TOKENS, publish
 from .wgrad import wgrad_down, wgrad_up
 
 CACHE_BYTES = 4 << 30
@@ -82,17 +83,26 @@ class Fp8FusedBackend(FusedBackend):
         with _unbroken(workspace, call.x.device):
             plan = RoutingPlan.empty(shape, call.x.device)
             progress = None if self.expands(call) else plan.flat.new_zeros(progress_words(shape))
+            beside_plan = self.quantize_beside_plan and shape.world > 1
+            entered = now() if beside_plan else None
             publish(
                 call.x, workspace.x, copy_x=False,
                 routing=(call.topk_ids, call.topk_weights, workspace.ids, workspace.weights,
                          shape.num_experts),
             )  # fmt: skip
-            local = _quantize_to_share(call.x, workspace)
+            quantized = contextlib.nullcontext() if entered is None else beside(
+                entered, call.x.device, head_start_ns=0
+            )  # fmt: skip
+            with quantized as shared_x:
+                local = _quantize_to_share(call.x, workspace)
             _open(workspace, plan, call, signature, backward=False)
             build_plans(
                 [plan], workspace.ids, workspace.weights, workspace.delta, workspace.state,
                 workspace.report, signature,
             )  # fmt: skip
+            if shared_x is not None:
+                shared_x.wait()
+                _meet(workspace, shape, signature, config, TOKENS)
             w13, w2 = self.weights.get(call.w1, call.w3, call.w2)
             dispatch = None
             if progress is None:
