@@ -519,7 +519,7 @@ for name in {names!r}:
 
 
 def test_triton_has_other_bits_or_flags():
-    names = list(CASES)[:4]
+    names = ["alone", "top-1, a rank without tokens, 64-bit ids"]  # the interpreter takes its time
     env = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     script = TRITON.format(path=[str(Path(__file__).parent), *sys.path], names=names)
     done = subprocess.run(

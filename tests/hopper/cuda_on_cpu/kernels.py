@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -63,15 +64,24 @@ def build(
         f'extern "C" const char* launch(int first, int last, int blocks, u64 seed, void** a) {{'
         f" return launch_all({name}, first, last, blocks, {cuda_kernels.block(name).threads}, seed, a); }}\n"
     )
-    stem = folder / "_".join([name, *defines])
-    stem.with_suffix(".cpp").write_text(text)
-    done = subprocess.run(
-        ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", f"-I{HERE}", *(f"-D{d}" for d in defines),
-         "-o", stem.with_suffix(".so"), stem.with_suffix(".cpp")],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return ctypes.CDLL(str(stem.with_suffix(".so")))
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=name, suffix=".so", delete=False) as library:
+        library.write(_compiled(text, name, tuple(defines)))
+    return ctypes.CDLL(library.name)
+
+
+@functools.cache
+def _compiled(text: str, name: str, defines: tuple[str, ...]) -> bytes:
+    """The library of a text: compiled once, but loaded from a file of its own each time: it has a state."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, name).with_suffix(".cpp")
+        source.write_text(text)
+        done = subprocess.run(
+            ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", f"-I{HERE}", *(f"-D{d}" for d in defines),
+             "-o", source.with_suffix(".so"), source],
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        return source.with_suffix(".so").read_bytes()
 
 
 def run_on_cpu(monkeypatch: Any, folder: Path, change: tuple[str, str] | None = None) -> None:
