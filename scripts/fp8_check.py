@@ -504,7 +504,7 @@ twice."""
 def source_with(changes: list[tuple[str, str]]) -> Iterator[None]:
     """Kernels launched inside are compiled from changed text."""
     original = cuda_kernels.cuda_source
-    cuda_kernels.cuda_source = lambda name: changed(original(name), tuple(changes))
+    cuda_kernels.cuda_source = lambda name, sizes=None: changed(original(name, sizes), tuple(changes))
     try:
         yield
     finally:
