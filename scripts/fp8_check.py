@@ -637,12 +637,16 @@ def write(out: str | None, right: bool, rows: list[dict[str, Any]]) -> None:
             json.dump({"gpu": torch.cuda.get_device_name(), "right": right, "rows": rows}, file, indent=1)
 
 
-def call_alone(model: str, name: str) -> None:
-    experts = make_experts(*MODELS[model], uniform_counts(), "cuda")
+def ready_to_time(experts: Experts) -> tuple[QuantizedWeight, QuantizedWeight]:
+    """Quantized weights (w13, w2) of experts whose rows outside of tiles, NaN until then, become zeros."""
     experts.x.nan_to_num_()
     experts.dy.nan_to_num_()
-    w13, w2 = quantize_weights([experts.w1, experts.w3]), quantize_weights([experts.w2])
-    calls = our_calls(experts, w13, w2)
+    return quantize_weights([experts.w1, experts.w3]), quantize_weights([experts.w2])
+
+
+def call_alone(model: str, name: str) -> None:
+    experts = make_experts(*MODELS[model], uniform_counts(), "cuda")
+    calls = our_calls(experts, *ready_to_time(experts))
     if name not in calls:
         raise SystemExit(f"no call {name!r}; there are {', '.join(calls)}")
     for _ in range(3):
@@ -687,9 +691,7 @@ def main() -> int:
         right &= check_chain(f"{model}, experts 0, 63", experts, [0, 63])
         if options.skip_times:
             continue
-        experts.x.nan_to_num_()
-        experts.dy.nan_to_num_()
-        w13, w2 = quantize_weights([experts.w1, experts.w3]), quantize_weights([experts.w2])
+        w13, w2 = ready_to_time(experts)
         ours = our_calls(experts, w13, w2)
         gemms = {name: ours[name] for name in ("gemm1", "gemm2", "dgrad1")}
         tried = changed_calls(CANDIDATES, gemms)

@@ -45,6 +45,12 @@ class Gap(NamedTuple):
         return self.end - self.start
 
 
+def load(path: Path) -> dict[str, Any]:
+    """A Chrome trace, packed or not."""
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
+        return json.load(file)
+
+
 def read(trace: dict[str, Any]) -> tuple[list[Work], list[Work]]:
     """What ran on the GPU, by start, and what the host did (operators and CUDA calls)."""
     gpu, host = [], []
@@ -107,9 +113,7 @@ def main() -> None:
     parser.add_argument("--gap-us", type=float, default=30.0)
     parser.add_argument("--kernels", type=int, default=40)
     options = parser.parse_args()
-    opened = gzip.open if options.trace.suffix == ".gz" else open
-    with opened(options.trace, "rt") as file:
-        gpu, host = read(json.load(file))
+    gpu, host = read(load(options.trace))
     if not gpu:
         raise SystemExit(f"{options.trace}: no kernel in it")
     busy, found = gaps(gpu, options.gap_us)

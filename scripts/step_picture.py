@@ -11,7 +11,6 @@ written to --record, from which alone the picture can be drawn again.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import sys
 from pathlib import Path
@@ -19,18 +18,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from step_gaps import ON_GPU, load
+
 from titan_megamoe.bench.timeline import MEMORY, WIRE, Event, classify
 from titan_megamoe.bench.trace_plot import draw_bars, draw_legend
 
-ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 Lane = dict[str, Any]
 
 
 def kernels(path: Path) -> list[dict[str, Any]]:
     """What ran on the GPU, by start; microseconds."""
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
-        events = json.load(file)["traceEvents"]
-    found = [e for e in events if e.get("ph") == "X" and e.get("cat") in ON_GPU]
+    found = [e for e in load(path)["traceEvents"] if e.get("ph") == "X" and e.get("cat") in ON_GPU]
     return sorted(found, key=lambda e: e["ts"])
 
 
