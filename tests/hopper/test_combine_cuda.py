@@ -280,7 +280,7 @@ def test_few_blocks_lose_a_chunk_or_a_gradient_of_the_weights(monkeypatch, name,
 
 
 FEW = {
-    "the counter stays": ("claims[0] = claims[1] = 0;", ";", "next launch finds no work"),
+    "the counter stays": ("words[0] = words[1] = 0;", ";", "next launch finds no work"),
     "a part is left out": ("part < r.num_parts", "part + 1 < r.num_parts", "gradients of the top-k"),
     "own slots only": ("if (ready && id[i] >= 0 &&", "if (false &&", "gradients of the top-k"),
     "tokens of the chunk before": ("first_token = first;", "first_token = 0 * first;", "wrong"),

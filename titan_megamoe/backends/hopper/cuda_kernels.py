@@ -1,8 +1,8 @@
 """The CUDA kernels of cuda/: how they are built, launched and given their tensors.
 
-A kernel's text is its ring's sizes, ptx.cuh, ring.cuh, fp8_gemm.cuh, its PARTS and its own file; without
-a ring (PLAIN), its sizes, ptx.cuh, its PARTS and its own file. It needs nvcc or NVRTC once (jit/). Nothing
-here checks the GPU: the backend does.
+A kernel's text is its ring's sizes, ptx.cuh, claims.cuh, ring.cuh, fp8_gemm.cuh, its PARTS and its own file;
+without a ring (PLAIN), its sizes, ptx.cuh, its PARTS and its own file. It needs nvcc or NVRTC once (jit/).
+Nothing here checks the GPU: the backend does.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ PARTS = {
     "fp8_up": ("dispatch.cuh",),
     "fp8_down_backward": ("factor.cuh",),
     "fp8_columns": ("factor.cuh",),
+    "combine": ("claims.cuh",),
 }
 """Files of cuda/ that one kernel has beside those of all."""
 
@@ -106,7 +107,7 @@ _claims: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def claims(device: torch.device) -> Tensor:
-    """(2,) int32 zeros, for the launch that follows on the device's current stream (Claims of cuda/ring.cuh).
+    """(2,) int32 zeros, for the launch that follows on the device's current stream (cuda/claims.cuh).
 
     Launches on one stream come one after the other and leave zeros behind, so a stream has one such tensor. A
     CUDA graph may be replayed on another stream: what is captured gets its own, set to 0 by each replay.
@@ -144,7 +145,7 @@ def _text(name: str, plain: Block | None, sizes: Ring) -> str:
         f"constexpr bool CLAIMS = {str(claims).lower()};\n"
         f"constexpr int HOST_THREADS = {sizes.threads}, HOST_SHARED_BYTES = {sizes.shared_bytes};"
     )
-    files = ("ptx.cuh", "ring.cuh", "fp8_gemm.cuh", *own)
+    files = ("ptx.cuh", "claims.cuh", "ring.cuh", "fp8_gemm.cuh", *own)
     return "\n".join([head, *((folder / file).read_text() for file in files)])
 
 

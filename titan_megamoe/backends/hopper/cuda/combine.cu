@@ -3,7 +3,7 @@
 // addends in the same order, so the bits are those of the Triton kernel.
 //
 // BESIDE: of a backward, with the gradients of the top-k weights, by one block on each SM that does what several blocks
-// of that grid would: it claims their numbers in order (Claims of ring.cuh) and leaves room for another kernel's blocks.
+// of that grid would: it claims their numbers in order (claims.cuh) and leaves room for another kernel's blocks.
 // What the proof says of blocks that have started then holds for numbers that have been claimed.
 //
 // Rows come through shared memory: each warp has a ring of SLOTS slots which the copy engine fills, so what is on its
@@ -399,7 +399,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) combine(
     int signature, long long timeout_ns
 #ifdef BESIDE
     ,
-    const float* parts, float* dweight, float* peers_dweight, int num_parts, int pool_rows, u32* claims, int blocks
+    const float* parts, float* dweight, float* peers_dweight, int num_parts, int pool_rows, u32* words, int blocks
 #endif
 ) {
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -413,16 +413,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) combine(
     };
 #ifdef BESIDE
     const Combine c = r.call();
+    const Claims claims{words};
     Stream stream(c, base);
     for (;;) {
         __syncthreads();  // everybody is done with the number, and with all other words of the block
-        if (threadIdx.x == 0) store_shared_word(base + NUMBER_AT, take_one(claims));
+        if (threadIdx.x == 0) store_shared_word(base + NUMBER_AT, claims.next());
         __syncthreads();
         const int number = load_shared_word(base + NUMBER_AT);
         if (number >= blocks) break;
         combine_chunk(r, base, number, c, stream);
     }
-    if (threadIdx.x == 0 && take_one(claims + 1) == gridDim.x - 1) claims[0] = claims[1] = 0;
+    if (threadIdx.x == 0) claims.done();
 #else
     combine_chunk(r, base, blockIdx.x);
 #endif

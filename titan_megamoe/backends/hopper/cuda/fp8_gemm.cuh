@@ -22,7 +22,7 @@ struct Problem {
     int experts;             // layers from one segment to the next
     int right_layer;         // layers from the left weight to the right one
     int right_column;        // columns from the left block to the right one: 0 or BLOCK
-    u32* claims;             // (2), see Claims
+    u32* claims;             // (2), see claims.cuh
 
     DEVICE int column_blocks() const { return (columns + BLOCK - 1) / BLOCK; }
     DEVICE int tile_columns() const { return BLOCK + right_column; }

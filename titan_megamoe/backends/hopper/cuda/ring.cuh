@@ -2,7 +2,7 @@
 //
 // Grid: one persistent block per SM that is not reserved. A tile is ROWS rows of the pool × two column blocks of
 // 128 (`left`, `right`: gate and up of the same columns, or neighbours), column tiles fastest. Blocks claim tiles in
-// order from a counter (CLAIMS): a block whose SM is held by another kernel (a collective that waits for its peer
+// order from a counter (CLAIMS, claims.cuh): a block whose SM is held by another kernel (a collective that waits for its peer
 // holds 24 of them) comes late and takes fewer, where a share of its own would keep all others waiting. Without CLAIMS
 // block p takes tiles p, p + G, …
 //
@@ -18,8 +18,7 @@
 // multiplying warp). Both sides walk the same sequence of stages (tiles, then segments and blocks of K, then
 // what an epilogue loads), so the n-th fill of a stage waits for the n-1-th release, which waits for nothing
 // but the n-1-th fill: by induction every wait ends. No block waits for another, but for rows that are on
-// their way (dispatch.cuh). The counter and the number of blocks that are through are 0 before a launch, and the last
-// block that is through makes them 0 again: kernels that may run at the same time need their own.
+// their way (dispatch.cuh).
 //
 // Padding rows of the pool: a row of a makes the same row of the result and nothing else, whatever it holds.
 // Past K and N the copy engine reads zeros and writes nothing.
@@ -80,17 +79,6 @@ struct Tiles {
     DEVICE Tile tile(int unit) const {
         const int m = unit / column_tiles;
         return Tile{m * ROWS, (unit - m * column_tiles) * tile_columns, __ldg(tile_expert + m)};
-    }
-};
-
-// The tiles that this block claims, by the thread that fills. `words`: the next tile, and blocks that are through.
-struct Claims {
-    u32* words;
-
-    DEVICE u32 next() const { return take_one(words); }
-    // After a claim that came too late, which is this block's last.
-    DEVICE void done() const {
-        if (take_one(words + 1) == gridDim.x - 1) words[0] = words[1] = 0;
     }
 };
 
