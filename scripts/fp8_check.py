@@ -458,6 +458,33 @@ ABLATIONS: dict[str, list[tuple[str, str]]] = {
     ],
 }  # fmt: skip
 """Replacements in a kernel's source; each keeps the ring's protocol."""
+_WGRAD_STAGE = "STAGE_BYTES + ROW_SCALES_BYTES + BLOCK * 4);"
+_WGRAD_SCALES = "load_shared_pair(scales + 32 * (FROM + j), scale[2 * j], scale[2 * j + 1]);"
+_WGRAD_PROMOTE = [
+    (
+        f"promote_columns<{half}>(sums, product, upper, lower, scale);",
+        f"sums[{half}] += product[{half}] * scale[0] * upper;",
+    )
+    for half in (0, 8)
+]
+WGRAD_ABLATIONS: dict[str, list[tuple[str, str]]] = {
+    "no promotion": _WGRAD_PROMOTE,
+    "scales of columns are 1": [(_WGRAD_SCALES, "scale[2 * j] = scale[2 * j + 1] = 1.f;")],
+    "a not loaded": [
+        ("load_box(to, a, full, block * BLOCK, tile.row, tile.gradient);", ";"),
+        (_WGRAD_STAGE, "COLUMNS_BYTES + ROW_SCALES_BYTES + BLOCK * 4);"),
+    ],
+    "b not loaded": [
+        ("load_box(to + MATRIX_BYTES, b, full, block * BLOCK, tile.column, 0);", ";"),
+        (_WGRAD_STAGE, "MATRIX_BYTES + ROW_SCALES_BYTES + BLOCK * 4);"),
+    ],
+    "a and b not loaded": [
+        ("load_box(to, a, full, block * BLOCK, tile.row, tile.gradient);", ";"),
+        ("load_box(to + MATRIX_BYTES, b, full, block * BLOCK, tile.column, 0);", ";"),
+        (_WGRAD_STAGE, "ROW_SCALES_BYTES + BLOCK * 4);"),
+    ],
+}
+"""The same for weight gradients: does promotion, the columns' scales or the way of operands bound them?"""
 _UNTIL_WRITTEN = "ready.wait(tile);"
 _AT_ONCE = "__syncwarp();"
 _STORE = "if (i * 512 < d.hidden - byte) store_words(to + i * 512, words[WHICH][i]);"
@@ -471,33 +498,11 @@ DISPATCH_ABLATIONS: dict[str, list[tuple[str, str]]] = {
 """The same for dispatch inside GEMM1. Without waits rows may be read before they are written."""
 
 
-_LAST = "if (segment == p.segments - 1 && block == p.k_blocks - 1)\n                    "
-_EXPECT = "                barrier_expect(full, STAGE_BYTES + ROW_SCALES_BYTES);\n"
-_SCALES = "        load_shared_pair(s.scales(at.stage) + WEIGHT_SCALES_AT, left, right);\n"
 CANDIDATES: dict[str, list[tuple[str, str]]] = {
     "fixed tiles": [("constexpr bool CLAIMS = true;", "constexpr bool CLAIMS = false;")],
-    "next tile early": [
-        (_EXPECT, f"                {_LAST}store_shared_word(scales + HEADER_AT + 4, next);\n" + _EXPECT),
-        ("Position& at, Sums& sums) {", "Position& at, Sums& sums, u32& following) {"),
-        ("accumulate(p, s, at, sums);", "accumulate(p, s, at, sums, turns.following);"),
-        (_SCALES, _SCALES + "        following = load_shared_word(s.scales(at.stage) + HEADER_AT + 4);\n"),
-        ("    u32 unit = blockIdx.x - gridDim.x;\n\n", "    u32 following = 0, unit = NO_TILE;\n\n"),
-        (
-            "unit = CLAIMS ? await_header(s, at).first : unit + gridDim.x;",
-            "unit = __reduce_or_sync(~0u, unit == NO_TILE ? await_header(s, at).first : following);",
-        ),
-        (
-            "if (CLAIMS ? __any_sync(~0u, unit == NO_TILE) : unit >= tiles.count()) return false;",
-            "if (__any_sync(~0u, unit >= tiles.count())) return false;",
-        ),
-    ],
 }
 """Other texts of the kernels with the same results, to be timed. "fixed tiles": block p takes tiles p, p + G,
-… and claims none, as it was before; it wins by what a claim costs and should lose where SMs are held. "next
-tile early": a tile's last stage names the next one, and those that multiply don't wait for its first stage
-and only then look up which it is. Predicted: of the 2 to 3 % that claiming costs gemm2 and dgrad1, and the
-0.6 % of gemm1 with dispatch, four fifths come back; with 24 SMs held 1.25 times as long, with fixed tiles
-twice."""
+… and claims none, as it was before; it wins by what a claim costs and loses where SMs are held."""
 
 
 @contextlib.contextmanager
@@ -523,14 +528,17 @@ FILLED = ("fp8_up", "fp8_plain")
 """Kernels whose text CANDIDATES change."""
 
 
-def compile_all() -> None:
-    """Every kernel, and the candidates, on all processors."""
+def compile_all(ablate: bool = False) -> None:
+    """Every kernel, the candidates, and what only --ablate times, on all processors."""
     faulthandler.cancel_dump_traceback_later()  # there may be few
     wanted = [(cuda_kernels.cuda_source(name), name, defines) for name, defines in VARIANTS]
     wanted.append((HOLD, "hold", ()))
     for change in CANDIDATES.values():
         with source_with(change):
             wanted += [(cuda_kernels.cuda_source(n), n, defines) for n, defines in VARIANTS if n in FILLED]
+    for change in (WGRAD_ABLATIONS if ablate else {}).values():
+        with source_with(change):
+            wanted.append((cuda_kernels.cuda_source("fp8_wgrad"), "fp8_wgrad", ()))
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         list(threads.map(lambda kernel: cached_cubin(*kernel), wanted))
 
@@ -673,7 +681,7 @@ def main() -> int:
             call_alone(model, options.call)
         return 0
     begin = time.perf_counter()
-    compile_all()
+    compile_all(options.ablate)
     say(f"compiled          {time.perf_counter() - begin:.1f} s")
     right = check_quantizers()
     for hidden, intermediate, counts in SMALL:
@@ -697,6 +705,7 @@ def main() -> int:
         tried = changed_calls(CANDIDATES, gemms)
         if options.ablate:
             tried |= changed_calls(ABLATIONS, gemms)
+            tried |= changed_calls(WGRAD_ABLATIONS, {name: ours[name] for name in ("dW2", "dW13")})
         tried |= beside_held_sms(gemms | changed_calls({"fixed tiles": CANDIDATES["fixed tiles"]}, gemms))
         times = times_of(ours | tried | deep_gemm_calls(experts, w13, w2))
         rows += results(model, experts, times)

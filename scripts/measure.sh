@@ -3,7 +3,7 @@
 #   scripts/measure.sh kernels layers steps          these parts, one after the other, into docs/benchmarks
 #   OUT=results scripts/measure.sh soak              into another folder
 #   TEXT=books.jsonl scripts/measure.sh curves       loss curves need text: JSON lines with a field text
-# Parts, each a few minutes: tests kernels counters memcheck stages layers trials steps steps_235b steps_kept curves wgrad soak
+# Parts, each a few minutes: tests kernels counters memcheck stages layers combine steps steps_235b steps_kept curves wgrad soak
 # trace tokens routing single rates many profile. Afterwards: python -m titan_megamoe.bench report
 # COMMIT names the commit, where git does not know it. A part that fails is named at the end, and the others run.
 set -uo pipefail
@@ -56,11 +56,11 @@ layers() {
     bench layer layer_30b.json --model qwen3-30b-a3b --impls "$ALL" &&
         bench layer layer_235b.json --model qwen3-235b-a22b --impls "$ALL"
 }
-trials() { # of the fp8 layer; docs/design_fp8.md
+combine() { # in CUDA, and in Triton
     local model
-    for model in qwen3-30b-a3b qwen3-235b-a22b; do
-        bench layer "layer_trials_$model.json" --model $model \
-            --impls mega_moe@fp8,mega_moe+beside@fp8,mega_moe+early_plan@fp8,mega_moe+beside+early_plan@fp8 || return 1
+    for model in 30b-a3b 235b-a22b; do
+        bench layer "layer_combine_${model%-*}.json" --model "qwen3-$model" \
+            --impls mega_moe,mega_moe+combine_triton,mega_moe@fp8,mega_moe+combine_triton@fp8 || return 1
     done
 }
 steps() { bench compare step_30b_2gpu.json "$jobs/2gpu"; }

@@ -62,7 +62,7 @@ def main() -> int:
         "TOP_K": 4,
         "TOKENS": 256,
         "ROUNDS": 2,
-        "compile_all": lambda: None,
+        "compile_all": lambda _: None,
         "chain_errors": lambda *_: {"all": 0.0},
     }.items():
         patch.setattr(fp8_check, name, value)

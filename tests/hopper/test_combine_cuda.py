@@ -565,17 +565,22 @@ def test_a_missing_compiler_stops_bf16_or_a_typing_error_is_passed_over(monkeypa
     monkeypatch.setattr(logging.getLogger("titan_megamoe"), "propagate", True)
     combine_cuda._compiled.cache_clear()
     assert combine_cuda.combine_kernel("triton") == "triton" and not caplog.records
-    assert [combine_cuda.combine_kernel("cuda") for _ in range(2)] == ["triton"] * 2
-    (record,) = caplog.records
-    assert "no compiler" in record.getMessage() and "nvcc" in record.getMessage()
+    for one_an_sm, what in ((False, "Forwards"), (True, "Backwards")):
+        caplog.clear()
+        found = [combine_cuda.combine_kernel("cuda", one_an_sm=one_an_sm) for _ in range(2)]
+        assert found == ["triton"] * 2
+        (record,) = caplog.records
+        said = record.getMessage()
+        assert said.startswith(what) and "no compiler" in said and "nvcc" in said
     with pytest.raises(ConfigError, match="'triton', 'cuda'"):
         combine_cuda.combine_kernel("CUDA")
     made = []
     monkeypatch.setattr(cuda_kernels, "has_cubin", lambda *a: True)
     monkeypatch.setattr(combine_cuda, "cached_cubin", lambda *a: made.append(a[1:]))
     combine_cuda._compiled.cache_clear()
-    assert [combine_cuda.combine_kernel("cuda") for _ in range(2)] == ["cuda"] * 2
-    assert made == [combine_cuda.VARIANT]
+    for one_an_sm in (False, True, True):
+        assert combine_cuda.combine_kernel("cuda", one_an_sm=one_an_sm) == "cuda"
+    assert made == [("combine", ()), ("combine", ("BESIDE",))]
     combine_cuda._compiled.cache_clear()
 
 
@@ -618,24 +623,11 @@ for precision in ("bf16", "fp8", "fp8_bwd"):
         begun = backend.begin(call)
         begun.finish()
         backend.backward(call, begun.saved, x)
-        (forward, blocks), (backward, same) = seen
-        assert (forward, backward) == ("combine" if name == "cuda" else "triton", "triton"), seen
-        assert blocks == same
-    seen.clear()
-    backend.combine_beside_columns, backend.combine_in = True, "cuda"
-    begun = backend.begin(call)
-    begun.finish()
-    backend.backward(call, begun.saved, x)
-    assert seen[1][0] == ("combine" if precision == "fp8" else "triton"), seen
-    assert seen[1][1] <= no_gpu.SMS or precision != "fp8"
-    with pytest.MonkeyPatch.context() as trial:
-        met = []
-        trial.setattr(fp8_backend, "_meet", lambda *a: met.append(a[-1]))
-        backend.begin(call).finish()
-        assert not met
-        backend.quantize_beside_plan = True
-        backend.begin(call).finish()
-        assert met == ([symmetric.TOKENS] if precision == "fp8" else [])
+        (forward, blocks), (backward, launched) = seen
+        assert forward == ("combine" if name == "cuda" else "triton"), seen
+        one_an_sm = name == "cuda" and precision == "fp8"
+        assert backward == ("combine" if one_an_sm else "triton"), seen
+        assert launched == (min(blocks, no_gpu.SMS) if one_an_sm else blocks), seen
     backend.combine_in = "cutlass"
     with pytest.raises(ConfigError, match="combine_in is 'cutlass'"):
         backend.begin(call)

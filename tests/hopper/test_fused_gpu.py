@@ -254,33 +254,6 @@ def test_the_combine_in_cuda_changes_a_bit_of_the_layer(rank_pool, name, precisi
         assert not different
 
 
-TRIALS = ("combine_beside_columns", "quantize_beside_plan")
-
-
-def _tried(rank: int, problem: Problem, trial: str, repeats: int):
-    """What differs in fp8 with a trial of the backend."""
-    bound = max(problem.tokens)
-    config = MegaMoEConfig(backend="fused", precision="fp8", max_tokens_per_rank=bound, timeout_s=20.0)
-    before, different = run_rank(rank, problem, config), set()
-    try:
-        setattr(FusedBackend, trial, True)
-        for _ in range(repeats):
-            now = run_rank(rank, problem, config)
-            different |= {n for n, t in before.items() if t is not None and not torch.equal(now[n], t)}
-    finally:
-        setattr(FusedBackend, trial, False)
-    return different
-
-
-@TWO
-@pytest.mark.parametrize("trial", TRIALS)
-@pytest.mark.parametrize("name", [n for n, p in COMBINED.items() if p.hidden % 16 == 0])
-def test_a_trial_that_runs_kernels_beside_each_other_changes_a_bit(rank_pool, name, trial):
-    problem = COMBINED[name]
-    for different in rank_pool(problem.world, "cuda").run(_tried, problem, trial, 4):
-        assert not different
-
-
 def _broken_off(rank: int, where: str, kernel: str):
     """Rank 1's host raises in the middle of a call."""
     with _combine_in(kernel):

@@ -131,8 +131,6 @@ def build(label: str, setting: Setting) -> Implementation:
 TRIALS: dict[str, dict[str, object]] = {
     "expand": {"first_half": "expanded"},
     "combine_triton": {"combine_in": "triton"},
-    "beside": {"combine_beside_columns": True},
-    "early_plan": {"quantize_beside_plan": True},
 }
 """Attributes of the fused backend that are another way to do the same, and what they are in a trial."""
 

@@ -56,18 +56,13 @@ class FusedBackend(StagedBackend):
         first_half: what dispatch and GEMM1 of a forward are: "gathered" (one launch: dispatch_gemm1.py, in
             fp8 fp8_dispatch.py), "expanded" (rows into the pool first, then a dense GEMM), or "auto", which
             decides from H and I, in fp8 for "gathered".
-        combine_beside_columns: in a backward with fp8 weight gradients the combine takes one block an SM, so
-            that the quantization of their operands runs beside it (fp8_backend.py). A trial.
-        quantize_beside_plan: in fp8 x is quantized and shared on the second stream while the plan is built,
-            and the ranks meet once more after it, as in bf16. A trial.
-        combine_in: "cuda" for forwards in one pass (combine_cuda.py), or "triton" for all; the same bits.
+        combine_in: "cuda" where a call in one pass can have that (combine_cuda.py), or "triton" for all; the
+            same bits.
     """
 
     name = "fused"
     first_half = "auto"
     combine_in = "cuda"
-    combine_beside_columns = False
-    quantize_beside_plan = False
 
     def expands(self, call: MoECall) -> bool:
         """Whether a forward expands its rows before GEMM1 instead of gathering them in it.

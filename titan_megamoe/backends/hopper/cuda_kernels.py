@@ -149,11 +149,12 @@ def _text(name: str, plain: Block | None, sizes: Ring) -> str:
     return "\n".join([head, *((folder / file).read_text() for file in files)])
 
 
-def why_missing(variants: Sequence[tuple[str, tuple[str, ...]]]) -> str | None:
-    """Why kernels, with macros, cannot be had here: not compiled before, and no compiler. None: they can."""
+def why_missing(variants: Sequence[tuple[str, tuple[str, ...]]], sizes: Block | None = None) -> str | None:
+    """Why kernels, with macros, cannot be had here: not compiled before, and no compiler. None: they can.
+    `sizes`: instead of PLAIN's."""
     if find_nvcc()[0] is not None or find_nvrtc() is not None:
         return None
-    missing = {name for name, defines in variants if not has_cubin(cuda_source(name), name, defines)}
+    missing = {name for name, defines in variants if not has_cubin(cuda_source(name, sizes), name, defines)}
     if not missing:
         return None
     return (

@@ -17,7 +17,6 @@ partial sums, which is when the peer may write there again: the combine waits fo
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 
@@ -30,9 +29,9 @@ from ...config import MegaMoEConfig
 from ...routing import RoutingPlan
 from ...workspace import Workspace
 from ..base import Begun, Gradients, MoECall
-from .backend import FusedBackend, _activation, _meet, _open, _prepare, _resumable, _signature, _unbroken
+from .backend import FusedBackend, _activation, _open, _prepare, _resumable, _signature, _unbroken
 from .combine import combine
-from .combine_cuda import combine_kernel
+from .combine_cuda import combine_kernel, takes
 from .expand import expand
 from .fp8_dispatch import MAX_TOP_K, Dispatch, progress_words
 from .fp8_expand import expand_both, expand_fp8, expand_kept, receive
@@ -43,7 +42,7 @@ from .fp8_wgrad import Fp8Columns, quantize_columns, wgrad_fp8
 from .peer_copies import PeerCopies, copy_from_peers
 from .plan_kernels import build_plans
 from .side import beside, give_way, now
-from .symmetric import TOKENS, publish
+from .symmetric import publish
 from .wgrad import wgrad_down, wgrad_up
 
 CACHE_BYTES = 4 << 30
@@ -83,26 +82,17 @@ class Fp8FusedBackend(FusedBackend):
         with _unbroken(workspace, call.x.device):
             plan = RoutingPlan.empty(shape, call.x.device)
             progress = None if self.expands(call) else plan.flat.new_zeros(progress_words(shape))
-            beside_plan = self.quantize_beside_plan and shape.world > 1
-            entered = now() if beside_plan else None
             publish(
                 call.x, workspace.x, copy_x=False,
                 routing=(call.topk_ids, call.topk_weights, workspace.ids, workspace.weights,
                          shape.num_experts),
             )  # fmt: skip
-            quantized = contextlib.nullcontext() if entered is None else beside(
-                entered, call.x.device, head_start_ns=0
-            )  # fmt: skip
-            with quantized as shared_x:
-                local = _quantize_to_share(call.x, workspace)
+            local = _quantize_to_share(call.x, workspace)
             _open(workspace, plan, call, signature, backward=False)
             build_plans(
                 [plan], workspace.ids, workspace.weights, workspace.delta, workspace.state,
                 workspace.report, signature,
             )  # fmt: skip
-            if shared_x is not None:
-                shared_x.wait()
-                _meet(workspace, shape, signature, config, TOKENS)
             w13, w2 = self.weights.get(call.w1, call.w3, call.w2)
             dispatch = None
             if progress is None:
@@ -139,6 +129,8 @@ class Fp8FusedBackend(FusedBackend):
         plan = RoutingPlan.over(flat, shape)
         reserved, shared = config.reserved_sms, shape.world > 1
         x_from_peers = shared and need_w13 and config.precision == "fp8"
+        fp8_weights = config.wgrad_precision == "fp8"
+        one_an_sm = fp8_weights and takes(shape) and combine_kernel(self.combine_in, one_an_sm=True) == "cuda"
         with _unbroken(workspace, dy.device):
             copies = None
             if x_from_peers:
@@ -151,7 +143,6 @@ class Fp8FusedBackend(FusedBackend):
             _open(workspace, plan, call, signature, backward=True)
             dx = torch.empty_like(call.x) if needs.x else None
             dweights = torch.empty_like(call.topk_weights) if needs.topk_weights else None
-            fp8_weights = config.wgrad_precision == "fp8"
             dy_received = None
             if fp8_weights and shared and needs.w2:
                 dy_received = dy.new_empty(shape.recv_rows, call.hidden)
@@ -193,21 +184,19 @@ class Fp8FusedBackend(FusedBackend):
                 h = _activation(gate_up, plan)
                 h8 = quantize_columns(h, plan.tiles) if fp8_weights else None
 
-            beside_columns = fp8_weights and self.combine_beside_columns
-
             def close() -> None:
                 if copies is not None:
                     copies.done.wait()
                 combine(
                     plan, workspace, call.topk_ids, signature, config.timeout_s, rows=rows, out=dx,
-                    dweight_parts=parts, dweight=dweights, kernel="cuda" if beside_columns else "triton",
-                    one_an_sm=beside_columns,
+                    dweight_parts=parts, dweight=dweights, kernel="cuda" if one_an_sm else "triton",
+                    one_an_sm=one_an_sm,
                 )  # fmt: skip
 
             x = recv if copies is None else copies
             if fp8_weights:
                 grads = _weights_in_fp8(
-                    call, plan, workspace, close, dy, dy_received, x, h8, dgu8, beside_columns
+                    call, plan, workspace, close, dy, dy_received, x, h8, dgu8, one_an_sm
                 )  # fmt: skip
             else:
                 grads = _weights_in_bf16(call, plan, workspace, close, dy_RH, x, h, dgu16)
@@ -311,7 +300,7 @@ def _weights_in_fp8(
     peers_x: Tensor | PeerCopies,
     h8: Fp8Columns | None,
     dgu8: Fp8Columns | None,
-    beside_columns: bool,
+    one_an_sm: bool,
 ) -> _WeightGradients:
     """Weight gradients with fp8 operands, and `close`, after which peers may write to this rank's buffers.
 
@@ -321,13 +310,13 @@ def _weights_in_fp8(
         dy, dy_received: (T, H) bf16 of this rank, and of the peers in the order of the receive buffer.
         peers_x: as in `_weights_in_bf16`.
         h8, dgu8: (1, I, P) and (2, I, P) columns; None where no gradient needs them.
-        beside_columns: `close` has few blocks, which must have started before those of the quantization.
+        one_an_sm: `close` has a block on each SM, which must have started before those of the quantization.
     """
     needs, tiles, device, shape = call.needs, plan.tiles, call.x.device, plan.shape
     reserved = call.config.reserved_sms
     with beside(now(), device, head_start_ns=0) as closed:
         close()
-    if beside_columns:
+    if one_an_sm:
         give_way(device)
     dw1 = dw3 = dw2 = dy8 = x8 = None
     if h8 is not None:
