@@ -90,6 +90,7 @@ def layer_table(rows: list[dict[str, Any]]) -> str:
     for (model, tokens, routing), labels in cases.items():
         table = []
         quantized = any("weight_quant" in phases for phases in labels.values())
+        uneven = routing != "uniform"
         for label, phases in labels.items():
             forward, backward = phases.get("forward"), phases.get("backward")
             table.append([label, *(f"{p['ms_median']:.2f}" if p else "none" for p in (forward, backward))])
@@ -100,9 +101,13 @@ def layer_table(rows: list[dict[str, Any]]) -> str:
             if quantized:
                 weights = phases.get("weight_quant")
                 table[-1].append(f"{weights['ms_median']:.2f}" if weights else "")
+            if uneven:
+                bytes_ = max(phase.get("peak_bytes", 0) for phase in phases.values())
+                table[-1].append(f"{bytes_ / 2**30:.1f}" if bytes_ else "")
         first = next(iter(next(iter(labels.values())).values()))
         note = f"{model}, T={tokens} per rank, EP={first['ep']}, {routing} routing; {provenance(first)}"
         header = ["implementation", "forward, ms", "backward, ms", "forward of ideal", "backward of ideal"]
         header += ["weights to fp8 once a step, ms"] if quantized else []
+        header += ["peak, GiB"] if uneven else []
         parts.append(markdown(header, table, note))
     return "\n\n".join(parts)
