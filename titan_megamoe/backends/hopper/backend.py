@@ -220,7 +220,6 @@ class FusedBackend(StagedBackend):
                         out_gu=gate_up,
                         reserved_sms=reserved,
                     )
-                started = now()
                 if need_data:
                     _, _, dw_R = gemm_down_backward(
                         dy_RH, w2, gate_up[0], gate_up[1], plan.row_weight, plan.tiles,
@@ -229,13 +228,13 @@ class FusedBackend(StagedBackend):
                     )  # fmt: skip
                 elif h is not None:
                     h = _activation(gate_up, plan)
-                if need_w13 and not index:
-                    with beside(started, dy.device) as expanded:
-                        expand(plan, call.x, arrived, workspace.delta, from_peers=False, out=x_RH, **guarded)
-                add = index > 0
+                started, add = now(), index > 0
                 if dw2 is not None:
                     assert h is not None
                     wgrad_down(dy_RH, h, plan.tiles, dtype=dw2.dtype, out=dw2, add=add, reserved_sms=reserved)
+                if need_w13 and not index:  # beside dW2, whose blocks leave room; those of dgrads do not
+                    with beside(started, dy.device) as expanded:
+                        expand(plan, call.x, arrived, workspace.delta, from_peers=False, out=x_RH, **guarded)
                 if needs.x:
                     assert dgu is not None
                     # dy's rows are not needed any more: their memory takes the rows of dx.
