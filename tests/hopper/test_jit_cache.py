@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from titan_megamoe.backends.hopper.jit import cache, compiler, driver
 from titan_megamoe.backends.hopper.jit.cache import cached_cubin, pack, unpack
@@ -229,6 +231,14 @@ class FakeDriver:
     def cuInit(self, flags):
         return 0
 
+    def cuModuleGetFunction(self, out, module, name):
+        out._obj.value = 99
+        return 0
+
+    def cuFuncSetAttribute(self, function, attribute, value):
+        self.calls.append((function.value, attribute, value))
+        return 0
+
     def cuCtxGetCurrent(self, out):
         out._obj.value = self.current
         return 0
@@ -254,3 +264,16 @@ def test_launch_from_a_thread_without_context_is_refused(monkeypatch):
     driver.ensure_context(1)
     driver.ensure_context(1)
     assert fake.calls == [("retain", 41), ("set", 77)]
+
+
+def test_kernels_that_prefer_unlike_shares_of_l1_do_not_run_beside_each_other(monkeypatch):
+    fake = FakeDriver()
+    monkeypatch.setattr(driver, "libcuda", lambda: fake)
+    monkeypatch.setattr(driver, "_load", lambda *a: None)
+    monkeypatch.setattr(driver, "ensure_context", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    for size in (135_440, 26_128):
+        driver.load_kernel(
+            "", "k", "k", (), threads=128, shared_bytes=size, device=torch.device("cuda", 0)
+        )  # fmt: skip
+    assert fake.calls == [(99, 8, 135_440), (99, 9, 100), (99, 8, 26_128), (99, 9, 100)]

@@ -21,6 +21,7 @@ from ....errors import ConfigError, MegaMoEError, UnsupportedError
 from .cache import cached_cubin
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, percent
 _NUMBERS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}
 
 
@@ -150,6 +151,9 @@ def load_kernel(
 ) -> Kernel:
     """The kernel `entry` of `source`, compiled, loaded and allowed its shared memory on `device`.
 
+    Every kernel prefers as much shared memory on an SM as there can be: an SM changes the share that L1 gets
+    only when it is empty, so blocks of kernels that prefer different shares do not run beside each other.
+
     Raises:
         UnsupportedError: no driver, or no compiler where one is needed.
         MegaMoEError: compilation or loading failed.
@@ -165,4 +169,5 @@ def load_kernel(
             libcuda().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared_bytes),
             f"{shared_bytes} bytes of shared memory for {entry}",
         )
+        check(libcuda().cuFuncSetAttribute(function, _CARVEOUT, 100), f"a carve-out for {entry}")
     return Kernel(function, entry, kinds, threads, shared_bytes)
