@@ -225,6 +225,49 @@ def _layout_kernel(
         tl.store(row_weight_ptr + row, tl.zeros([BLOCK_M], tl.float32), mask=padding)
 
 
+@triton.jit
+def _earlier(value, known, VALUES: tl.constexpr, BITS: tl.constexpr):
+    """(N,): how many earlier entries of `value` (N,) in [0, VALUES) are the same; for those that are `known`.
+
+    N ≤ 2^BITS. Counts of several values share a word: an exclusive sum of a field never reaches 2^BITS, so
+    none runs over into the next one.
+    """
+    FIELDS: tl.constexpr = 32 // BITS
+    WORDS: tl.constexpr = VALUES // FIELDS if VALUES > FIELDS else 1
+    value = tl.where(known, value, 0)
+    shift = value % FIELDS * BITS
+    hit = (value // FIELDS)[:, None] == tl.arange(0, WORDS)[None, :]
+    one = tl.where(hit & known[:, None], (tl.full(value.shape, 1, tl.int32) << shift)[:, None], 0)
+    earlier = tl.cumsum(one, axis=0) - one
+    return (tl.sum(tl.where(hit, earlier, 0), axis=1) >> shift) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def _first_of_chunk(
+    hist_ptr, total_ptr, base_ptr, column, known, chunk, num_chunks, chunks_per_rank, first_chunk, last_chunk,
+    PASSES: tl.constexpr, WORLD: tl.constexpr,
+):  # fmt: skip
+    """(N,): where this chunk's entries of each column (N,) begin, in the pool or the receive buffer."""
+    before = tl.load(hist_ptr + column * num_chunks + chunk, mask=known, other=0)
+    if PASSES > 1:
+        order = chunk // chunks_per_rank
+        start = order * chunks_per_rank + first_chunk
+        before -= _before(hist_ptr, total_ptr, column, start, num_chunks, known)
+        before += _in_window(
+            hist_ptr,
+            total_ptr,
+            column,
+            first_chunk,
+            last_chunk,
+            order,
+            num_chunks,
+            chunks_per_rank,
+            known,
+            WORLD,
+        )
+    return before + tl.load(base_ptr + column, mask=known, other=0)
+
+
 @triton.jit(do_not_specialize=["pass_index"])
 def _fill_kernel(
     ids_ptr, weights_ptr, delta_ptr, tokens_ptr, hist_ptr, total_ptr, base_ptr, ok_ptr, num_chunks,
@@ -240,13 +283,10 @@ def _fill_kernel(
         WORLD, RANK, K, KP, CHUNK,
     )  # fmt: skip
     first: tl.constexpr = RANK * E_LOCAL
-    ok = tl.load(ok_ptr) != 0
-    expert = tl.arange(0, E_P)
-    known = expert < E_LOCAL
+    mode = tl.load(ok_ptr)
+    first_chunk, last_chunk = window(mode, pass_index, window_chunks, chunks_per_rank)
     if PASSES > 1:
-        first_chunk, last_chunk = window(tl.load(ok_ptr), pass_index, window_chunks, chunks_per_rank)
-        order = chunk // chunks_per_rank
-        place = chunk - order * chunks_per_rank
+        place = chunk - chunk // chunks_per_rank * chunks_per_rank
         here = (place >= first_chunk) & (place < last_chunk)
         live = live & here
         ids = tl.where(here, ids, -1)
@@ -254,36 +294,24 @@ def _fill_kernel(
 
     # A received token's row: first row of its lowest expert + earlier chunks + earlier tokens here.
     lowest = _lowest_local(ids, first, E_LOCAL)
-    hit = lowest[:, None] == expert[None, :]
-    before = tl.load(hist_ptr + (E_LOCAL + expert) * num_chunks + chunk, mask=known, other=0)
-    if PASSES > 1:
-        start = chunk - place + first_chunk
-        before -= _before(hist_ptr, total_ptr, E_LOCAL + expert, start, num_chunks, known)
-        before += _in_window(
-            hist_ptr, total_ptr, E_LOCAL + expert, first_chunk, last_chunk, order, num_chunks,
-            chunks_per_rank, known, WORLD,
-        )  # fmt: skip
-    before += tl.load(base_ptr + E_LOCAL + expert, mask=known, other=0)
-    rank_here = tl.cumsum(hit.to(tl.int32), axis=0) - 1
-    position = tl.sum(tl.where(hit, before[None, :] + rank_here, 0), axis=1)
+    held = lowest < E_LOCAL
+    column = E_LOCAL + tl.where(held, lowest, 0)
+    position = _earlier(lowest, held, E_P, 16) + _first_of_chunk(
+        hist_ptr, total_ptr, base_ptr, column, held, chunk, num_chunks, chunks_per_rank, first_chunk,
+        last_chunk, PASSES, WORLD,
+    )  # fmt: skip
     remote = source != RANK
-    tl.store(recv_token_ptr + position, flat_token, mask=(lowest < E_LOCAL) & remote & ok)
+    tl.store(recv_token_ptr + position, flat_token, mask=held & remote & (mode != 0))
 
+    BITS: tl.constexpr = 8 if CHUNK * KP <= 256 else 16
     local = tl.reshape(ids - first, [CHUNK * KP])
-    hit = local[:, None] == expert[None, :]
-    before = tl.load(hist_ptr + expert * num_chunks + chunk, mask=known, other=0)
-    if PASSES > 1:
-        start = chunk - place + first_chunk
-        before -= _before(hist_ptr, total_ptr, expert, start, num_chunks, known)
-        before += _in_window(
-            hist_ptr, total_ptr, expert, first_chunk, last_chunk, order, num_chunks, chunks_per_rank,
-            known, WORLD,
-        )  # fmt: skip
-    before += tl.load(base_ptr + expert, mask=known, other=0)
-    rank_here = tl.cumsum(hit.to(tl.int32), axis=0) - 1
-    row = tl.sum(tl.where(hit, before[None, :] + rank_here, 0), axis=1)
+    held = (local >= 0) & (local < E_LOCAL)
+    row = _earlier(local, held, E_P, BITS) + _first_of_chunk(
+        hist_ptr, total_ptr, base_ptr, tl.where(held, local, 0), held, chunk, num_chunks, chunks_per_rank,
+        first_chunk, last_chunk, PASSES, WORLD,
+    )  # fmt: skip
     row = tl.reshape(row, [CHUNK, KP])
-    here = (ids >= first) & (ids < first + E_LOCAL) & ok
+    here = (ids >= first) & (ids < first + E_LOCAL) & (mode != 0)
     k = tl.arange(0, KP)
     slot = flat_token[:, None] * K + k[None, :]
     tl.store(slot_row_ptr + slot, tl.where(here, row, -1), mask=live)
