@@ -31,6 +31,11 @@ FOUND_AND_FIX = {
     "score before experts": ("score_before_experts = True", "score_before_experts = False"),
     "another MoE model": ("'deepseek_v3'", "qwen3"),
     "balancing without coefficient": ("load_balance_coeff", "turn load_balancing off"),
+    "direct experts without EP": ("expert_parallel_degree is 1 on 4", "set expert_parallel_degree to 4"),
+    "direct experts on shards": ("expert_parallel_degree is 2 on 4", "set expert_parallel_degree to 4"),
+    "direct experts in replicas": ("replicate_degree is 2", "to 4 and data_parallel_replicate_degree to 1"),
+    "direct experts too few": ("expert_parallel_degree is 2 on 4", "turn direct_experts off."),
+    "direct experts offloaded": ("enable_cpu_offload", "turn one of the two off"),
     "deepep without CUDA": ("CUDA", "all_to_all"),
     "mxfp8": ("mxfp8", "bf16"),
 }

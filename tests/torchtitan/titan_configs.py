@@ -49,6 +49,27 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "score before experts": ("--model.flavor=score_first",),
     "another MoE model": ("--model.name=deepseek_v3", "--model.flavor=debugmodel"),
     "balancing without coefficient": ("--model.flavor=no_coefficient", "--mega_moe.load_balancing"),
+    "direct experts without EP": ("--mega_moe.direct_experts",),
+    "direct experts on shards": (
+        "--mega_moe.direct_experts",
+        "--parallelism.expert_parallel_degree=2",
+    ),
+    "direct experts in replicas": (
+        "--mega_moe.direct_experts",
+        "--parallelism.data_parallel_replicate_degree=2",
+        "--parallelism.data_parallel_shard_degree=2",
+        "--parallelism.expert_parallel_degree=2",
+    ),
+    "direct experts too few": (
+        "--mega_moe.direct_experts",
+        "--model.flavor=six_experts",
+        "--parallelism.expert_parallel_degree=2",
+    ),
+    "direct experts offloaded": (
+        "--mega_moe.direct_experts",
+        "--parallelism.expert_parallel_degree=4",
+        "--training.enable_cpu_offload",
+    ),
     "deepep without CUDA": ("--mega_moe.backend=deepep",),
     "mxfp8": ("--mega_moe.precision=mxfp8",),
 }
