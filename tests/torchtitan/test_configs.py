@@ -68,6 +68,19 @@ def test_converter_is_silently_ignored_or_changes_the_layout(runs: Runs, flavor:
     assert f"EP={ep}," in on["said"][0]
 
 
+@pytest.mark.parametrize(
+    ("ep", "words"),
+    [
+        (1, "not an FSDP module"),
+        (2, "sharded over 4 ranks, and the expert-parallel group has 2"),
+        (4, "by 4.0"),
+    ],
+)
+def test_experts_are_taken_from_fsdp_that_shards_or_divides(runs: Runs, ep: int, words: str) -> None:
+    said = runs.alone("configs")[f"debugmodel_moe EP={ep} on"]["direct"]
+    assert words in said and "direct_experts off" in said
+
+
 @pytest.mark.parametrize("ep", EPS)
 @pytest.mark.parametrize("flavor", DENSE)
 def test_dense_model_is_changed(runs: Runs, flavor: str, ep: int) -> None:

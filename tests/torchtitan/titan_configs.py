@@ -174,11 +174,28 @@ def configs() -> dict[str, Any]:
                         {type(m).__name__ for m in model.modules() if "MoE" in type(m).__name__}
                     ),
                     "layout": _layout(model),
+                    "direct": _taken_from_fsdp(model, dims) if converter and args.moe_enabled else "",
                     "said": [
                         line for line in logged.lines if "mega_moe" in line and "auto takes" not in line
                     ],
                 }
     return out
+
+
+def _taken_from_fsdp(model: nn.Module, dims: Any) -> str:
+    """What direct_experts says to experts that FSDP shards, or, with EP over all ranks, whose gradients it
+    divides."""
+    from titan_megamoe.errors import ConfigError
+    from titan_megamoe.torchtitan.direct import take_from_fsdp
+
+    experts = next(m for name, m in model.named_modules() if name.endswith("moe.experts"))
+    if dims.ep == WORLD:
+        experts.set_gradient_divide_factor(float(WORLD))
+    try:
+        take_from_fsdp(experts, dims.get_optional_mesh("ep"))
+    except ConfigError as error:
+        return str(error)
+    return "not refused"
 
 
 def jobs() -> dict[str, Any]:

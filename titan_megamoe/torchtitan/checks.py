@@ -111,6 +111,7 @@ def _refuse_direct_experts(job_config: Any, degrees: Degrees, dp_replicate: int,
         fix += " and data_parallel_replicate_degree to 1"
     possible = ranks > 1 and num_experts % ranks == 0
     raise ConfigError(
-        f"{on} {found}, and it needs all of two or more in one expert-parallel group, so that FSDP has nothing "
-        f"to gather or to sum for the experts: turn direct_experts off{', or ' + fix if possible else ''}."
+        f"{on} {found}, and it needs all of two or more in one expert-parallel group, so that FSDP has "
+        "nothing to gather or to sum for the experts: turn direct_experts off"
+        f"{', or ' + fix if possible else ''}."
     )

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
 
-_FIX = "turn direct_experts off, or shard the experts by expert parallelism alone."
+_FIX = "turn direct_experts off, or let only expert parallelism divide the experts."
 
 
 def take_from_fsdp(experts: nn.Module, ep_mesh: DeviceMesh | None) -> None:
@@ -28,22 +28,22 @@ def take_from_fsdp(experts: nn.Module, ep_mesh: DeviceMesh | None) -> None:
     Raises:
         ConfigError: it does not, or it would divide their gradients.
     """
+    on = "[mega_moe] direct_experts is on, but"
+    if not isinstance(experts, FSDPModule):
+        raise ConfigError(f"{on} the experts are not an FSDP module of their own: {_FIX}")
     ranks = 1 if ep_mesh is None else ep_mesh.size()
     for name, weight in experts.named_parameters(recurse=False):
         found = weight.device_mesh.size() if isinstance(weight, DTensor) else 1
-        if found != ranks or not isinstance(experts, FSDPModule):
+        if found != ranks:
             raise ConfigError(
-                f"[mega_moe] direct_experts is on, but {name} of the experts is sharded over {found} ranks "
-                f"({'by' if isinstance(experts, FSDPModule) else 'not by'} FSDP), and the expert-parallel "
-                f"group has {ranks}: {_FIX}"
+                f"{on} the experts' {name} is sharded over {found} ranks, and the expert-parallel group has "
+                f"{ranks}: {_FIX}"
             )
-    assert isinstance(experts, FSDPModule)
     factor = _divide_factor(experts)
     if factor not in (None, 1.0):
         raise ConfigError(
-            f"[mega_moe] direct_experts is on, but FSDP is set to divide the experts' gradients by {factor}, "
-            "which gradients that pass it by are not: leave the factor at 1.0, as TorchTitan sets it, or turn "
-            "direct_experts off."
+            f"{on} FSDP is set to divide the experts' gradients by {factor}, which it cannot do when they "
+            "pass it by: leave its factor at TorchTitan's 1.0, or turn direct_experts off."
         )
     # After set_requires_gradient_sync(False) FSDP asks the unsharded parameters for gradients, used or not.
     experts.unshard()
