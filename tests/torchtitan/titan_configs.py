@@ -70,6 +70,11 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "--parallelism.expert_parallel_degree=4",
         "--training.enable_cpu_offload",
     ),
+    "direct experts with replica groups": (
+        "--mega_moe.direct_experts",
+        "--parallelism.expert_parallel_degree=4",
+        "--fault_tolerance.enable",
+    ),
     "deepep without CUDA": ("--mega_moe.backend=deepep",),
     "mxfp8": ("--mega_moe.precision=mxfp8",),
 }

@@ -96,10 +96,12 @@ def _refuse_direct_experts(job_config: Any, degrees: Degrees, dp_replicate: int,
     if not job_config.mega_moe.direct_experts:
         return
     on = "[mega_moe] direct_experts is on, but"
-    if job_config.training.enable_cpu_offload:
-        raise ConfigError(
-            f"{on} [training] enable_cpu_offload keeps the experts on the CPU: turn one of the two off."
-        )
+    for wanted, option, what in (
+        (job_config.training.enable_cpu_offload, "[training] enable_cpu_offload", "keeps them on the CPU"),
+        (job_config.fault_tolerance.enable, "[fault_tolerance] enable", "averages gradients by FSDP's hooks"),
+    ):
+        if wanted:
+            raise ConfigError(f"{on} {option} {what}: turn one of the two off.")
     shards = degrees.dp_shard * degrees.cp
     ranks = dp_replicate * shards
     if dp_replicate == 1 and degrees.ep == shards > 1:
