@@ -97,7 +97,7 @@ def _refuse_direct_experts(job_config: Any, degrees: Degrees, dp_replicate: int,
         return
     on = "[mega_moe] direct_experts is on, but"
     for wanted, option, what in (
-        (job_config.training.enable_cpu_offload, "[training] enable_cpu_offload", "keeps them on the CPU"),
+        (job_config.training.enable_cpu_offload, "[training] enable_cpu_offload", "keeps experts on the CPU"),
         (job_config.fault_tolerance.enable, "[fault_tolerance] enable", "averages gradients by FSDP's hooks"),
     ):
         if wanted:
