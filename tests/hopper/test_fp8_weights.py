@@ -17,6 +17,7 @@ from titan_megamoe.backends.hopper.fp8_quantize import QuantizedWeight
 from titan_megamoe.backends.hopper.fp8_weights import WeightCache
 from titan_megamoe.generation import new_weight_generation, renew_on_load
 from titan_megamoe.testing.fp8_chain import reference_weights
+from titan_megamoe.torchtitan.direct import take_from_fsdp, whole
 
 
 def make(seed: int = 0) -> list[torch.nn.Parameter]:
@@ -149,13 +150,14 @@ class Layer(torch.nn.Module):
         renew_on_load(self)
 
     def forward(self, x: torch.Tensor, when: str) -> torch.Tensor:
-        weights = [getattr(w, "to_local", lambda w=w: w)() for w in (self.w1, self.w3, self.w2)]
+        weights = [whole(w) for w in (self.w1, self.w3, self.w2)]
         if not right(self.cache, *weights):
             self.wrong.append(when)
         return x * sum(w.float().mean() for w in weights)
 
 
-def _sharded_steps(rank: int, shards: int) -> dict[str, object]:
+def _sharded_steps(rank: int, shards: int, direct: bool) -> dict[str, object]:
+    """`direct`: the layers' forwards run without FSDP's hooks, on the optimizer's own parameters."""
     mesh = dist.init_device_mesh("cpu", (2 // shards, shards), mesh_dim_names=("ep", "shard"))["shard"]
     cache, wrong = WeightCache(1 << 30, Counting()), []
     model = torch.nn.ModuleList(Layer(cache, seed, wrong) for seed in range(2))
@@ -163,6 +165,8 @@ def _sharded_steps(rank: int, shards: int) -> dict[str, object]:
         fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
         layer.set_gradient_divide_factor(1.0)  # gloo cannot average
         layer.set_force_sum_reduction_for_comms(True)
+        if direct:
+            take_from_fsdp(layer, None)
     optimizer = torch.optim.SGD(model.parameters(), lr=100.0)
     other = [w.detach() for seed in (5, 6) for w in make(seed)]
     runs = []
@@ -172,7 +176,7 @@ def _sharded_steps(rank: int, shards: int) -> dict[str, object]:
         before = cache.quantize.runs
         y = torch.ones(2, requires_grad=True)
         for layer in model:
-            y = checkpoint(layer, y, when, use_reentrant=False)
+            y = checkpoint(layer.forward if direct else layer, y, when, use_reentrant=False)
         y.sum().backward()
         runs.append(cache.quantize.runs - before)
 
@@ -195,10 +199,10 @@ def _sharded_steps(rank: int, shards: int) -> dict[str, object]:
     return {"wrong": wrong, "runs": runs}
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-def test_resharding_costs_a_quantization_or_hides_new_weights(rank_pool, shards):
+@pytest.mark.parametrize(("shards", "direct"), [(1, False), (2, False), (1, True)])
+def test_resharding_costs_a_quantization_or_hides_new_weights(rank_pool, shards, direct):
     """Two quantizations a layer and step, of w13 and w2, shared by forward and recomputation."""
-    for found in rank_pool(2).run(_sharded_steps, shards):
+    for found in rank_pool(2).run(_sharded_steps, shards, direct):
         assert found == {"wrong": [], "runs": [4, 0, 4, 4, 4]}
 
 

@@ -31,6 +31,12 @@ FOUND_AND_FIX = {
     "score before experts": ("score_before_experts = True", "score_before_experts = False"),
     "another MoE model": ("'deepseek_v3'", "qwen3"),
     "balancing without coefficient": ("load_balance_coeff", "turn load_balancing off"),
+    "direct experts without EP": ("expert_parallel_degree is 1 on 4", "set expert_parallel_degree to 4"),
+    "direct experts on shards": ("expert_parallel_degree is 2 on 4", "set expert_parallel_degree to 4"),
+    "direct experts in replicas": ("replicate_degree is 2", "to 4 and data_parallel_replicate_degree to 1"),
+    "direct experts too few": ("expert_parallel_degree is 2 on 4", "turn direct_experts off."),
+    "direct experts offloaded": ("enable_cpu_offload", "turn one of the two off"),
+    "direct experts with replica groups": ("[fault_tolerance] enable", "turn one of the two off"),
     "deepep without CUDA": ("CUDA", "all_to_all"),
     "mxfp8": ("mxfp8", "bf16"),
 }
@@ -61,6 +67,19 @@ def test_converter_is_silently_ignored_or_changes_the_layout(runs: Runs, flavor:
     assert len(on["said"]) == 1
     assert f"2 MoE blocks of qwen3 {flavor} run on backend" in on["said"][0]
     assert f"EP={ep}," in on["said"][0]
+
+
+@pytest.mark.parametrize(
+    ("ep", "words"),
+    [
+        (1, "not an FSDP module"),
+        (2, "sharded over 4 ranks, and the expert-parallel group has 2"),
+        (4, "by 4.0"),
+    ],
+)
+def test_experts_are_taken_from_fsdp_that_shards_or_divides(runs: Runs, ep: int, words: str) -> None:
+    said = runs.alone("configs")[f"debugmodel_moe EP={ep} on"]["direct"]
+    assert words in said and "direct_experts off" in said
 
 
 @pytest.mark.parametrize("ep", EPS)

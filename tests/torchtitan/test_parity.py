@@ -106,7 +106,31 @@ def test_validation_disturbs_training(runs: Runs) -> None:
     _same(out["validated"], out["stock"])
 
 
-@pytest.mark.parametrize("way", ["stock to mega_moe", "mega_moe to stock"])
+def test_experts_taken_from_fsdp_print_other_losses(runs: Runs) -> None:
+    out = runs(2, "two_ranks")
+    _same(out["direct"], out["stock"])
+    _same(out["direct accumulated"], out["stock accumulated"])
+
+
+def test_experts_taken_from_fsdp_leave_their_place(runs: Runs) -> None:
+    out = runs(2, "two_ranks")
+    assert out["direct layout"] == out["stock layout"]
+
+
+def test_fsdp_casts_experts_that_are_taken_from_it(runs: Runs) -> None:
+    out = runs(2, "two_ranks")
+    assert out["direct dtypes"] == ["torch.float32"]
+    assert out["dtypes full"] == ["torch.bfloat16"], "FSDP unshards in bf16, or the dtype says nothing"
+
+
+def test_fsdp_wants_gradients_of_experts_that_it_never_unsharded(runs: Runs) -> None:
+    """Two backwards of one batch without synchronisation add up to twice the gradient."""
+    once, twice = runs(2, "two_ranks")["direct without sync"]
+    assert once > 0
+    assert twice == pytest.approx(2 * once, rel=1e-6)
+
+
+@pytest.mark.parametrize("way", ["stock to mega_moe", "mega_moe to stock", "direct to direct"])
 def test_checkpoint_does_not_continue_across_the_converter(runs: Runs, way: str) -> None:
     out = runs(2, "restarts")
     _same(out[way], out["stock to stock"])

@@ -49,6 +49,32 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "score before experts": ("--model.flavor=score_first",),
     "another MoE model": ("--model.name=deepseek_v3", "--model.flavor=debugmodel"),
     "balancing without coefficient": ("--model.flavor=no_coefficient", "--mega_moe.load_balancing"),
+    "direct experts without EP": ("--mega_moe.direct_experts",),
+    "direct experts on shards": (
+        "--mega_moe.direct_experts",
+        "--parallelism.expert_parallel_degree=2",
+    ),
+    "direct experts in replicas": (
+        "--mega_moe.direct_experts",
+        "--parallelism.data_parallel_replicate_degree=2",
+        "--parallelism.data_parallel_shard_degree=2",
+        "--parallelism.expert_parallel_degree=2",
+    ),
+    "direct experts too few": (
+        "--mega_moe.direct_experts",
+        "--model.flavor=six_experts",
+        "--parallelism.expert_parallel_degree=2",
+    ),
+    "direct experts offloaded": (
+        "--mega_moe.direct_experts",
+        "--parallelism.expert_parallel_degree=4",
+        "--training.enable_cpu_offload",
+    ),
+    "direct experts with replica groups": (
+        "--mega_moe.direct_experts",
+        "--parallelism.expert_parallel_degree=4",
+        "--fault_tolerance.enable",
+    ),
     "deepep without CUDA": ("--mega_moe.backend=deepep",),
     "mxfp8": ("--mega_moe.precision=mxfp8",),
 }
@@ -153,11 +179,28 @@ def configs() -> dict[str, Any]:
                         {type(m).__name__ for m in model.modules() if "MoE" in type(m).__name__}
                     ),
                     "layout": _layout(model),
+                    "direct": _taken_from_fsdp(model, dims) if converter and args.moe_enabled else "",
                     "said": [
                         line for line in logged.lines if "mega_moe" in line and "auto takes" not in line
                     ],
                 }
     return out
+
+
+def _taken_from_fsdp(model: nn.Module, dims: Any) -> str:
+    """What direct_experts says to experts that FSDP shards, or, with EP over all ranks, whose gradients it
+    divides."""
+    from titan_megamoe.errors import ConfigError
+    from titan_megamoe.torchtitan.direct import take_from_fsdp
+
+    experts = next(m for name, m in model.named_modules() if name.endswith("moe.experts"))
+    if dims.ep == WORLD:
+        experts.set_gradient_divide_factor(float(WORLD))
+    try:
+        take_from_fsdp(experts, dims.get_optional_mesh("ep"))
+    except ConfigError as error:
+        return str(error)
+    return "not refused"
 
 
 def jobs() -> dict[str, Any]:

@@ -46,6 +46,7 @@ from titan_megamoe.torchtitan.moe import MegaMoE  # noqa: E402
 STEPS = 8
 FORCED = "--debug.moe_force_load_balance"
 """TorchTitan's switch for routing in turn: rounding cannot change the choice of an expert at all."""
+DIRECT = "--mega_moe.direct_experts"
 
 # Rank 0 sleeps two seconds after every training, which a dozen short runs need not.
 titan_train.time = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
@@ -187,11 +188,41 @@ def two_ranks(run: Runner) -> dict[str, Any]:
     out["forwards selective op"] = len(calls)
     with count_forwards() as calls:
         run.train(backend="all_to_all", ep=2, ac="full")
-    out["forwards full"] = len(calls)
+    out["forwards full"], out["dtypes full"] = len(calls), sorted(set(calls))
     compiled = ("--compile.enable", "--compile.components=model", "--compile.backend=aot_eager")
     out["all_to_all compiled"] = run.train(*compiled, backend="all_to_all", ep=2, ac="full")["printed"]
     out["validated"] = _validation(run)
+    out |= _direct(run, *accumulate, *compiled)
     return out
+
+
+def _direct(run: Runner, *accumulated_and_compiled: str) -> dict[str, Any]:
+    """Experts taken as FSDP holds them: as they are, and with all that surrounds them."""
+    with count_forwards() as dtypes:
+        result = run.train(DIRECT, backend="all_to_all", ep=2)
+    trainer = result["trainer"]
+    return {
+        "direct": result["printed"],
+        "direct layout": layout(trainer),
+        "direct dtypes": sorted(set(dtypes)),
+        "direct without sync": _without_sync(trainer),
+        "direct accumulated": run.train(
+            DIRECT, *accumulated_and_compiled, backend="all_to_all", ep=2, ac="full"
+        )["printed"],
+    }
+
+
+def _without_sync(trainer: titan_train.Trainer) -> list[float]:
+    """Norms of the experts' gradients after one and after two backwards that FSDP does not reduce."""
+    model = trainer.model_parts[0]
+    model.set_requires_gradient_sync(False)
+    tokens = torch.randint(0, 512, (2, 64), generator=torch.Generator().manual_seed(dist.get_rank()))
+    trainer.optimizers.zero_grad()
+    norms = []
+    for _ in range(2):
+        model(tokens).float().logsumexp(-1).sum().backward()
+        norms.append(float(_blocks(trainer)[0].experts.w1.grad.to_local().norm()))
+    return norms
 
 
 def _validation(run: Runner) -> list[tuple[str, str]]:
@@ -215,13 +246,14 @@ def checkpoints(run: Runner) -> dict[str, Any]:
         ("stock to stock", None, None),
         ("stock to mega_moe", None, "all_to_all"),
         ("mega_moe to stock", "all_to_all", None),
+        ("direct to direct", "all_to_all", "all_to_all"),
     ):
         folder = run.folder / f"checkpoint {name}"
         save = ("--checkpoint.interval=100", f"--checkpoint.folder={folder}")
         schedule = f"--lr_scheduler.total_steps={STEPS}"
-        keep = "--checkpoint.no_last_save_model_only"
-        before = run.train(*save, keep, schedule, backend=first, ep=2, steps=half)
-        after = run.train(*save, keep, schedule, backend=second, ep=2, steps=STEPS)
+        more = ("--checkpoint.no_last_save_model_only", *((DIRECT,) if "direct" in name else ()))
+        before = run.train(*save, *more, schedule, backend=first, ep=2, steps=half)
+        after = run.train(*save, *more, schedule, backend=second, ep=2, steps=STEPS)
         out[name] = before["printed"] + after["printed"]
     return out
 

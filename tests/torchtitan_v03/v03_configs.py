@@ -48,6 +48,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "torchtitan 0.2's deepep": ("--mega_moe.backend=deepep",),
     "mxfp8": ("--mega_moe.precision=mxfp8", "--mega_moe.backend=reference"),
     "balancing without coefficient": ("--model.flavor=no_coefficient", "--mega_moe.load_balancing"),
+    "direct experts": ("--mega_moe.direct_experts",),
     "another MoE model": ("--model.name=deepseek_v3",),
     "unknown flavour": ("--model.flavor=31B",),
     "unknown converter": ("--model.converters=mega_moe,quantize.linear.mx",),
@@ -67,6 +68,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
 OVERRIDE_REFUSED: dict[str, dict[str, Any]] = {
     "override: unknown option": {"options": {"sms": 8}},
     "override: load balancing": {"options": {"load_balancing": True}},
+    "override: direct experts": {"options": {"direct_experts": True}},
     "override: unknown precision": {"options": {"precision": "fp3"}},
     "override: fused without a GPU": {"options": {"backend": "fused"}},
     "override: quantized experts": {"quantized": True},

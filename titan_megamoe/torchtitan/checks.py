@@ -41,6 +41,7 @@ def refuse_unsupported(job_config: Any, dims: ParallelDims, spec: TrainSpec, moe
     refuse_parallelism(degrees, moe_args.num_experts)
     _refuse_other_switches(job_config)
     _refuse_load_balancing(job_config, spec, moe_args)
+    _refuse_direct_experts(job_config, degrees, dims.dp_replicate, moe_args.num_experts)
 
 
 def _refuse_model(job_config: Any, spec: TrainSpec, moe_args: MoEArgs) -> None:
@@ -88,3 +89,31 @@ def _refuse_load_balancing(job_config: Any, spec: TrainSpec, moe_args: MoEArgs) 
             "already updates expert_bias in its optimizers: turn load_balancing off, or the bias "
             "would move twice."
         )
+
+
+def _refuse_direct_experts(job_config: Any, degrees: Degrees, dp_replicate: int, num_experts: int) -> None:
+    """Experts can be taken from FSDP as they are where no other rank has a part or a copy of them."""
+    if not job_config.mega_moe.direct_experts:
+        return
+    on = "[mega_moe] direct_experts is on, but"
+    for wanted, option, what in (
+        (job_config.training.enable_cpu_offload, "[training] enable_cpu_offload", "keeps experts on the CPU"),
+        (job_config.fault_tolerance.enable, "[fault_tolerance] enable", "averages gradients by FSDP's hooks"),
+    ):
+        if wanted:
+            raise ConfigError(f"{on} {option} {what}: turn one of the two off.")
+    shards = degrees.dp_shard * degrees.cp
+    ranks = dp_replicate * shards
+    if dp_replicate == 1 and degrees.ep == shards > 1:
+        return
+    found = f"[parallelism] expert_parallel_degree is {degrees.ep} on {ranks} data-parallel ranks"
+    fix = f"set expert_parallel_degree to {ranks}"
+    if dp_replicate > 1:
+        found += f" and data_parallel_replicate_degree is {dp_replicate}"
+        fix += " and data_parallel_replicate_degree to 1"
+    possible = ranks > 1 and num_experts % ranks == 0
+    raise ConfigError(
+        f"{on} {found}, and it needs all of two or more in one expert-parallel group, so that FSDP has "
+        "nothing to gather or to sum for the experts: turn direct_experts off"
+        f"{', or ' + fix if possible else ''}."
+    )

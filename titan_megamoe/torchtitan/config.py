@@ -47,6 +47,12 @@ class MegaMoE:
     default.
     """
 
+    direct_experts: bool = False
+    """Take the expert weights as FSDP holds them, in fp32, without its casts and copies. Needs expert
+    parallelism over all data-parallel ranks, so that FSDP's group for them has one. Not timed on a GPU
+    yet. TorchTitan 0.2 only.
+    """
+
     def to_op_config(self, max_tokens_per_rank: int) -> MegaMoEConfig:
         """The op's configuration; `max_tokens_per_rank` is taken where the job sets none.
 

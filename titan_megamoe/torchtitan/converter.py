@@ -44,6 +44,7 @@ class MegaMoEConverter:
             )
         self.parallel_dims = parallel_dims
         self.load_balancing = section.load_balancing
+        self.direct_experts = section.direct_experts
         self.config = section.to_op_config(_tokens_per_rank(job_config, parallel_dims))
         self.flavor = f"{job_config.model.name} {job_config.model.flavor}"
 
@@ -72,13 +73,18 @@ class MegaMoEConverter:
                 )
             parent, _, attribute = name.rpartition(".")
             replacement = MegaMoE(
-                block, self.config, self.ep_mesh, count_in_recompute=self.count_in_recompute
+                block,
+                self.config,
+                self.ep_mesh,
+                count_in_recompute=self.count_in_recompute,
+                direct_experts=self.direct_experts,
             )
             setattr(model.get_submodule(parent), attribute, replacement)
         self._save_in_selective_checkpointing()
-        balancing = ", expert bias updated every step" if self.load_balancing else ""
+        more = ", expert bias updated every step" if self.load_balancing else ""
+        more += ", experts taken as FSDP holds them" if self.direct_experts else ""
         ep = self.parallel_dims.ep
-        logger.info(blocks_line(len(blocks), self.flavor, self.backend, self.config, ep, balancing))
+        logger.info(blocks_line(len(blocks), self.flavor, self.backend, self.config, ep, more))
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """After each optimizer step: the load-balancing update, where it is on."""

@@ -10,7 +10,7 @@ How it fits TorchTitan 0.2's seams, all of them its own or FSDP2's public ones:
 * The experts stay at `moe.experts`, where `parallelize_qwen3` shards them (Shard(0) on `ep`) and
   wraps them in FSDP. TorchTitan's all-to-all is a pair of hooks on `experts.__call__`; ours is a
   method of another name, so they never fire, and that method is registered with FSDP, so it still
-  unshards the weights and reduces the gradients.
+  unshards the weights and reduces the gradients; with `direct_experts` it is not (see direct.py).
 * FSDP casts what passes through a forward, down into tuples, dicts and dataclasses. Scores must
   stay in fp32, so the routing travels in a plain class, which FSDP does not open.
 """
@@ -27,6 +27,7 @@ from torchtitan.models.moe.moe import GroupedExperts
 from ..config import MegaMoEConfig
 from ..generation import renew_on_load
 from .core import forward_experts
+from .direct import take_from_fsdp, whole
 
 _ROUTED_FORWARD = "routed_forward"
 
@@ -47,28 +48,44 @@ class Routing:
 
 
 class RoutedExperts(GroupedExperts):
-    """TorchTitan's experts, with one more way in: all tokens of the rank and their routing."""
+    """TorchTitan's experts, with one more way in: all tokens of the rank and their routing.
 
-    def __init__(self, stock: GroupedExperts, config: MegaMoEConfig, ep_mesh: DeviceMesh | None) -> None:
+    Args:
+        stock, config, ep_mesh: as in :class:`MegaMoE`.
+        direct: run without FSDP's hooks, on the fp32 parameters.
+    """
+
+    def __init__(
+        self, stock: GroupedExperts, config: MegaMoEConfig, ep_mesh: DeviceMesh | None, direct: bool
+    ) -> None:
         nn.Module.__init__(self)
         _adopt(self, stock)
         self.num_experts = stock.num_experts
         self.use_grouped_mm = stock.use_grouped_mm
         self.config = config
         self.ep_mesh = ep_mesh
+        self.direct = direct
         renew_on_load(self)
 
     def routed_forward(self, x_TH: Tensor, routing: Routing) -> Tensor:
-        """y (T, H) in x's dtype. Weights: sharded on `ep`, unsharded on every other mesh.
+        """y (T, H) in x's dtype. Weights: sharded on `ep`, undivided on every other mesh.
 
         Raises what `mega_moe` raises.
         """
+        w1, w3, w2 = self.w1, self.w3, self.w2
+        if self.direct:
+            w1, w3, w2 = whole(w1), whole(w3), whole(w2)
         ids_TK, weights_TK = routing.topk_ids, routing.topk_weights
-        return forward_experts(x_TH, ids_TK, weights_TK, self.w1, self.w3, self.w2, self.ep_mesh, self.config)
+        return forward_experts(x_TH, ids_TK, weights_TK, w1, w3, w2, self.ep_mesh, self.config)
 
     def join_fsdp(self) -> None:
-        """Let FSDP run its hooks around `routed_forward`; a no-op without FSDP. Idempotent."""
-        if isinstance(self, FSDPModule) and _ROUTED_FORWARD not in self.__dict__:
+        """Let FSDP run its hooks around `routed_forward`; a no-op without FSDP. Idempotent.
+
+        With `direct`: see that it need not. Raises ConfigError where it must.
+        """
+        if self.direct:
+            take_from_fsdp(self, self.ep_mesh)
+        elif isinstance(self, FSDPModule) and _ROUTED_FORWARD not in self.__dict__:
             register_fsdp_forward_method(self, _ROUTED_FORWARD)
 
 
@@ -82,6 +99,7 @@ class MegaMoE(MoE):
         count_in_recompute: let `tokens_per_expert` advance again when activation checkpointing runs
             the block a second time. False counts every token once; True is what TorchTitan's own
             balancing hook expects, since it halves the counts of checkpointed blocks.
+        direct_experts: take the expert weights as FSDP holds them, see direct.py.
     """
 
     def __init__(
@@ -91,10 +109,11 @@ class MegaMoE(MoE):
         ep_mesh: DeviceMesh | None,
         *,
         count_in_recompute: bool = False,
+        direct_experts: bool = False,
     ) -> None:
         nn.Module.__init__(self)
         _adopt(self, stock)
-        self.experts = RoutedExperts(stock.experts, config, ep_mesh)
+        self.experts = RoutedExperts(stock.experts, config, ep_mesh, direct_experts)
         if stock.shared_experts is None:
             self.shared_experts = None
         if stock.expert_bias is None:

@@ -5,9 +5,9 @@ in them, their versions, and a generation. So it is found again when FSDP frees 
 gathers them once more into the same storage, and not by another layer's weights that take over the freed
 address. A storage that dies takes its entry with it.
 
-FSDP gathers new values without advancing a version, hence the generation: every optimizer's step advances it,
-and `new_weight_generation` does for anyone who changes weights otherwise (a checkpoint loaded between steps,
-an average swapped in).
+FSDP gathers new values without advancing a version, and a write to a DTensor does not advance that of its
+local tensor. Hence the generation: every optimizer's step advances it, and `new_weight_generation` does for
+anyone who changes weights otherwise (a checkpoint loaded between steps, an average swapped in).
 
 While a CUDA graph is captured nothing is reused: a replay must quantize the weights of its own time.
 """

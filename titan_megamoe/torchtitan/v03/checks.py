@@ -21,8 +21,11 @@ from ...errors import ConfigError, UnsupportedError
 from ..config import MegaMoE as Section
 from ..core import Degrees, refuse_parallelism
 
-OPTIONS = tuple(f.name for f in dataclasses.fields(Section) if f.name != "load_balancing")
-"""What the override and the converter take: the options of [mega_moe], less what 0.3 does by itself."""
+OPTIONS = tuple(
+    f.name for f in dataclasses.fields(Section) if f.name not in ("load_balancing", "direct_experts")
+)
+"""What the override and the converter take: the options of [mega_moe], less what 0.3 does by itself or not
+at all."""
 
 
 def op_config(options: dict[str, Any], max_tokens_per_rank: int = 0) -> MegaMoEConfig:
@@ -34,8 +37,9 @@ def op_config(options: dict[str, Any], max_tokens_per_rank: int = 0) -> MegaMoEC
 
     Raises:
         ConfigError: an unknown option or value.
-        UnsupportedError: a backend that no job on this machine can have.
+        UnsupportedError: a backend that no job on this machine can have, or what 0.3 does not do.
     """
+    options = without_direct_experts(options)
     if "load_balancing" in options:
         raise ConfigError(
             "mega_moe has the option load_balancing, but TorchTitan 0.3 updates the expert bias itself, by "
@@ -60,6 +64,16 @@ def op_config(options: dict[str, Any], max_tokens_per_rank: int = 0) -> MegaMoEC
         if reason is not None:
             raise UnsupportedError(f"backend {config.backend!r} cannot run here: {reason}")
     return config
+
+
+def without_direct_experts(options: dict[str, Any]) -> dict[str, Any]:
+    """`options` less direct_experts. Raises UnsupportedError where that is on."""
+    if options.get("direct_experts"):
+        raise UnsupportedError(
+            "mega_moe has direct_experts on, but in TorchTitan 0.3 FSDP shards the experts together with the "
+            "rest of their block: take the option out."
+        )
+    return {name: value for name, value in options.items() if name != "direct_experts"}
 
 
 def refuse_experts(fqn: str, config: RoutedExperts.Config) -> None:

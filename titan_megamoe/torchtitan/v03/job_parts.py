@@ -18,6 +18,7 @@ from torchtitan.tools.logging import logger
 
 from ...errors import ConfigError, UnsupportedError
 from . import flavors
+from .checks import without_direct_experts
 from .converter import MegaMoEConverter
 
 Place = tuple[str, str]
@@ -64,7 +65,7 @@ def model_of(given: Given) -> ModelSpec:
             f"[parallelism] expert_parallel_comm_backend is {comm!r}, but mega_moe brings its own "
             'communication: set it to "standard" or take mega_moe out of [model] converters.'
         )
-    options = take_section(given, "mega_moe")
+    options = without_direct_experts(take_section(given, "mega_moe"))
     balancing = options.pop("load_balancing", None)
     compiled = bool(given.get(("compile", "enable"))) and "model" in given.get(
         ("compile", "components"), ["model"]
