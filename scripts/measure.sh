@@ -3,7 +3,7 @@
 #   scripts/measure.sh kernels layers steps          these parts, one after the other, into docs/benchmarks
 #   OUT=results scripts/measure.sh soak              into another folder
 #   TEXT=books.jsonl scripts/measure.sh curves       loss curves need text: JSON lines with a field text
-# Parts, each a few minutes: tests kernels counters memcheck stages layers combine steps steps_235b steps_kept curves wgrad soak
+# Parts, each a few minutes: tests kernels counters memcheck stages layers combine steps steps_235b steps_kept steps_direct curves wgrad soak
 # trace tokens routing single rates many profile. Afterwards: python -m titan_megamoe.bench report
 # COMMIT names the commit, where git does not know it. A part that fails is named at the end, and the others run.
 set -uo pipefail
@@ -69,6 +69,11 @@ steps_kept() { # FSDP keeps what it gathered for the backward: memory for time, 
     local job made=()
     for job in "$jobs"/2gpu/*.toml; do made+=("$job:parallelism.fsdp_reshard_after_forward=never"); done
     bench compare step_30b_2gpu_kept.json "${made[@]}"
+}
+steps_direct() { # expert weights as FSDP holds them, without its casts and copies
+    local job made=("$jobs/2gpu/torchtitan.toml")
+    for job in "$jobs"/2gpu/mega_moe_{fp8,bf16}.toml; do made+=("$job" "$job:mega_moe.direct_experts=true"); done
+    bench compare step_30b_2gpu_direct.json "${made[@]}"
 }
 curves() {
     text && bench curves curves_30b_precisions.json --dataset "$TEXT" --steps 200 \
