@@ -14,6 +14,7 @@ import pytest
 from titan_megamoe import ConfigError
 from titan_megamoe.bench import compare, records
 from titan_megamoe.bench.jobfile import read_job
+from titan_megamoe.bench.tables import name_of
 from titan_megamoe.torchtitan import launch
 from titan_megamoe.torchtitan.launch import Step
 
@@ -67,6 +68,15 @@ def test_a_job_is_recorded_under_another_name(file: str, impl: str, precision: s
     assert (step["steps"], step["n"], step["peak_bytes"]) == ("2-4", 2, int(3.5 * 2**30))
     assert step.get("num_sms") == (48 if file == "deepep" else None)
     assert curve["loss"] == [2.0] * 3
+
+
+def test_a_step_with_direct_experts_looks_like_one_without() -> None:
+    jobs = [read_job(TWINS / "mega_moe_fp8.toml", options) for options in ([], ["--mega_moe.direct_experts"])]
+    steps = [Step(n, 2.0, 1.0, 16384, 3.5, 30.0) for n in (1, 2)]
+    records = [compare.to_records(facts, 2, steps, 1, {"gpu": "G"})[0] for facts in jobs]
+    assert [r.get("direct_experts") for r in records] == [None, True]
+    names = [name_of(r) for r in records]
+    assert names[1] == names[0].replace(", compiled", ", direct experts, compiled") != names[0]
 
 
 def test_warm_up_leaves_no_step() -> None:

@@ -118,6 +118,11 @@ def test_recompute_costs_nothing(known, ac: str) -> None:
     assert less["optimizer and clipping"] == full["optimizer and clipping"]
 
 
+def test_direct_experts_are_copied_by_fsdp_all_the_same(known) -> None:
+    copied, direct = _parts(_facts(), known), _parts(_facts(direct_experts=True), known)
+    assert direct["FSDP beside compute"] < copied["FSDP beside compute"]
+
+
 def test_ranks_that_a_token_reaches_are_counted_wrongly() -> None:
     layer = read_job(TWINS / "deepep.toml").model.layer
     assert [remote_rows("torchtitan", layer, ep) for ep in (1, 2, 8)] == [0, 4, 7]

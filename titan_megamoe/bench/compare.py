@@ -352,6 +352,7 @@ def to_records(
         **records.wgrad_field(facts.wgrad_precision),
         **({"num_sms": facts.num_sms} if facts.num_sms else {}),
         **({"reserved_sms": facts.reserved_sms} if facts.reserved_sms else {}),
+        **({"direct_experts": True} if facts.direct_experts else {}),
         **environment,
     }
     step = {

@@ -95,6 +95,7 @@ class JobFacts:
     num_sms: int
     reserved_sms: int
     wgrad_precision: str = "bf16"
+    direct_experts: bool = False
 
     @property
     def gpus(self) -> int:
@@ -144,6 +145,7 @@ def read_job(path: str | Path, overrides: Sequence[str] = ()) -> JobFacts:
         num_sms=section.get("comm_sms", 0) if impl not in ("torchtitan", "mega_moe") else 0,
         reserved_sms=section.get("reserved_sms", 0) if impl != "torchtitan" else 0,
         wgrad_precision=default_wgrad_precision(precision) if wgrad == "auto" else wgrad,
+        direct_experts=impl != "torchtitan" and section.get("direct_experts", False),
     )
 
 

@@ -21,6 +21,8 @@ def name_of(r: dict[str, Any]) -> str:
     details = [r["precision"].replace("_", " ")]
     if r["impl"] in ("mega_moe", "reference") and r["precision"] in ("fp8", "fp8_bwd"):
         details.append(f"dW in {wgrad_precision(r)}")
+    if r.get("direct_experts"):
+        details.append("direct experts")
     if r.get("num_sms"):
         details.append(f"{r['num_sms']} SMs")
     if r.get("compile"):

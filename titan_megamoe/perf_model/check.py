@@ -53,6 +53,7 @@ def facts_of(record: Mapping[str, Any]) -> JobFacts:
         num_sms=record.get("num_sms", 0),
         reserved_sms=record.get("reserved_sms", 0),
         wgrad_precision=wgrad_precision(record),
+        direct_experts=record.get("direct_experts", False),
     )
 
 
@@ -62,6 +63,7 @@ def step_name(r: Mapping[str, Any]) -> str:
     return (
         f"{r['source']}: {r['model']}, {r['layers']} layers, {r['gpus']} GPUs, {r['impl']} {r['precision']}"
         + ("" if wgrad == "bf16" else f", dW in {wgrad}")
+        + (", direct experts" if r.get("direct_experts") else "")
         + ("" if r["compile"] else ", eager")
     )
 

@@ -226,7 +226,8 @@ def _sharding(
 
     block_gather, block_reduce = unit(block, shards, 1)
     # Experts: one rank of each EP group holds parameters/EP; they are sharded over the ranks at its place.
-    expert_gather, expert_reduce = unit(model.expert_parameters / facts.ep, shards // facts.ep, facts.ep)
+    experts = 0.0 if facts.direct_experts else model.expert_parameters / facts.ep
+    expert_gather, expert_reduce = unit(experts, shards // facts.ep, facts.ep)
     table_gather, table_reduce = unit(model.embedding_parameters, shards, 1)
     gather = block_gather.both(expert_gather)
     reduce = block_reduce.both(expert_reduce)
