@@ -77,7 +77,8 @@ def run(world, rank, top_k, e, tokens, routing, bad=False, bound=0, chunk=16, pa
 MATCH = (
     CHILD
     + """
-for case, chunk in [(c, n) for c in {cases!r} for n in (16, 64)]:
+full = (2, 1, 8, 4, (40, 40), "one_expert"), 32  # as many slots of one expert as a chunk's count can hold
+for case, chunk in [(c, n) for c in {cases!r} for n in (16, 64)] + [full]:
     plan, want, state, report = run(*case, chunk=chunk)
     for name in plan.shape.tables():
         got, ref = getattr(plan, name), getattr(want, name)
