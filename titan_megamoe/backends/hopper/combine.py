@@ -19,7 +19,7 @@ lower chunks only, all sent, so they end and leave their SM to it. Every wait al
 at a peer's notice that it gave up, or when another block here has given up. A call that all ranks refuse
 alike exchanges chunk 0 too, without data.
 
-cuda/combine.cu does the same for a forward in one pass (combine_cuda.py): the proof is the same.
+cuda/combine.cu does the same for a call in one pass (combine_cuda.py): the proof is the same.
 """
 
 # ruff: noqa: SIM102
