@@ -70,6 +70,7 @@ def check(world, wgrad, needs=ALL):
             patch.setattr(fp8_backend, "build_plans", plan)
             backend = fp8_backend.Fp8FusedBackend()
             patch.setattr(backend, "first_half", "expanded")
+            patch.setattr(backend, "combine_in", "triton")
             share(ranks, given, 0)
             saved = backend.begin(call).saved
             share(ranks, given, 3)
