@@ -81,6 +81,7 @@ PREDICTED = {
         "gemm1": 0.67,
         "expand, gemm1": 0.86,
         "gemm1, with dispatch": 0.75,
+        "gemm1, gathered": 0.75,
         "gemm2": 0.36,
         "dgrad2": 0.48,
         "dgrad1": 0.63,
@@ -98,6 +99,7 @@ PREDICTED = {
         "gemm1": 2.38,
         "expand, gemm1": 3.05,
         "gemm1, with dispatch": 2.85,
+        "gemm1, gathered": 2.75,
         "gemm2": 1.25,
         "dgrad2": 1.37,
         "dgrad1": 2.30,
@@ -297,6 +299,18 @@ def check_dispatch(title: str, case: DispatchCase, w13: QuantizedWeight) -> bool
             if gate_up is not None and wanted_gate_up is not None:
                 right &= same_bits(gate_up[:, live], wanted_gate_up[:, live])
     say(f"{title:<17} {'equal bit for bit' if right else 'DIFFERS'} with dispatch inside GEMM1")
+    for save in (True, False):
+        wanted, wanted_gate_up = gemm_up_fp8(case.pool, w13, plan.row_weight, plan.tiles, save=save)
+        h, gate_up = gemm_up_fp8(
+            empty_pool(plan, case.pool.data.shape[2]), w13, plan.row_weight, plan.tiles, save=save,
+            gather=case.gathered(),
+        )  # fmt: skip
+        same = torch.equal(h.data.view(torch.uint8)[0, live], wanted.data.view(torch.uint8)[0, live])
+        same &= same_bits(h.scale[0, :, live], wanted.scale[0, :, live])
+        if gate_up is not None and wanted_gate_up is not None:
+            same &= same_bits(gate_up[:, live], wanted_gate_up[:, live])
+        right &= same
+        say(f"{title:<17} {'equal bit for bit' if same else 'DIFFERS'} with rows that GEMM1 gathers")
     return right
 
 
@@ -307,6 +321,7 @@ def dispatch_calls(case: DispatchCase, w13: QuantizedWeight) -> Calls:
     written = torch.ones_like(dispatch.progress)
     written[:WORDS_AT] = 1 << 30  # counters past the last item
     all_written = dispatch._replace(progress=written)
+    gathered = case.gathered()
 
     def expand() -> Fp8Rows:
         return expand_fp8(plan, dispatch.local, dispatch.remote, dispatch.delta, from_peers=True, out=pool)
@@ -321,6 +336,7 @@ def dispatch_calls(case: DispatchCase, w13: QuantizedWeight) -> Calls:
         "gemm1, with dispatch": lambda: gemm_up_fp8(
             pool, w13, plan.row_weight, plan.tiles, dispatch=case.again()
         ),
+        "gemm1, gathered": lambda: gemm_up_fp8(pool, w13, plan.row_weight, plan.tiles, gather=gathered),
     }
 
 
@@ -524,6 +540,8 @@ def changed(text: str, changes: tuple[tuple[str, str], ...]) -> str:
     return text
 
 
+GATHERING = (("GATHER",), ("SAVE", "GATHER"))
+"""Macros of fp8_up where it gathers its rows: a trial."""
 FILLED = ("fp8_up", "fp8_plain")
 """Kernels whose text CANDIDATES change."""
 
@@ -533,6 +551,7 @@ def compile_all(ablate: bool = False) -> None:
     faulthandler.cancel_dump_traceback_later()  # there may be few
     wanted = [(cuda_kernels.cuda_source(name), name, defines) for name, defines in VARIANTS]
     wanted.append((HOLD, "hold", ()))
+    wanted += [(cuda_kernels.cuda_source("fp8_up"), "fp8_up", defines) for defines in GATHERING]
     for change in CANDIDATES.values():
         with source_with(change):
             wanted += [(cuda_kernels.cuda_source(n), n, defines) for n, defines in VARIANTS if n in FILLED]

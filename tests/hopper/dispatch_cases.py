@@ -65,3 +65,18 @@ def check(case, intermediate=48, *, save=True, repeats=1, **options):
         if save:
             assert torch.equal(gate_up[:, live], wanted_gate_up[:, live])
         assert bits(pool)[0][~live].eq(0xFF).all() and pool.scale[0][:, ~live].isnan().all()
+
+
+def check_gathered(case, intermediate=48, *, save=True, repeats=1):
+    """h', gate and up of a launch that gathers its rows, to the bit, each time."""
+    plan, w13 = case.dispatch.plan, weights_of(case, intermediate)
+    tables, live = (w13, plan.row_weight, plan.tiles), case.rows()
+    wanted, wanted_gate_up = gemm_up_fp8(case.pool, *tables, save=save)
+    nothing = empty_pool(plan, case.pool.data.shape[2])
+    for _ in range(repeats):
+        h, gate_up = gemm_up_fp8(nothing, *tables, save=save, gather=case.gathered())
+        (data, scale), (wanted_data, wanted_scale) = bits(h), bits(wanted)
+        assert torch.equal(data[live], wanted_data[live])
+        assert torch.equal(scale[:, live], wanted_scale[:, live])
+        if save:
+            assert torch.equal(gate_up[:, live], wanted_gate_up[:, live])

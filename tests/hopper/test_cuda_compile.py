@@ -39,6 +39,7 @@ def compiled(folder: Path, source: str, name: str, defines: tuple[str, ...] = ()
         ("fp8_up", ("SAVE",)),
         ("fp8_up", ("SAVE", "DISPATCH")),
         ("fp8_up", ("DISPATCH",)),
+        ("fp8_up", ("SAVE", "GATHER")),
         ("fp8_down_backward", ("WRITE_GRADS", "WRITE_H")),
         ("fp8_down_backward", ("WRITE_GRADS", "WRITE_H", "COLUMNS")),
         ("fp8_wgrad", ()),
@@ -68,6 +69,10 @@ def test_script_times_text_that_no_kernel_has(monkeypatch):
             text = cuda_kernels.cuda_source(name)
             with fp8_check.source_with(change):
                 assert cuda_kernels.cuda_source(name) != text
+    for change in fp8_check.WGRAD_ABLATIONS.values():
+        text = cuda_kernels.cuda_source("fp8_wgrad")
+        with fp8_check.source_with(change):
+            assert cuda_kernels.cuda_source("fp8_wgrad") != text
     for change in fp8_check.CANDIDATES.values():
         for name in fp8_check.FILLED:
             with fp8_check.source_with(change):

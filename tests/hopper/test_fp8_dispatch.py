@@ -14,7 +14,7 @@ if shutil.which("g++") is None:
     pytest.skip("needs g++", allow_module_level=True)
 
 from cuda_on_cpu import kernels
-from dispatch_cases import CASES, bits, check, make_case, weights_of
+from dispatch_cases import CASES, bits, check, check_gathered, make_case, weights_of
 
 from titan_megamoe import MegaMoEConfig
 from titan_megamoe.backends.hopper import fp8_backend
@@ -35,6 +35,13 @@ def on_cpu(tmp_path_factory):
 def test_rows_are_lost_mixed_up_or_read_before_they_are_written(name, seed, monkeypatch):
     monkeypatch.setattr(kernels.CpuKernel, "seed", seed)
     check(make_case(*CASES[name]))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_gathered_rows_are_mixed_up_or_read_before_they_are_there(name, seed, monkeypatch):
+    monkeypatch.setattr(kernels.CpuKernel, "seed", seed)
+    check_gathered(make_case(*CASES[name]))
 
 
 def test_inference_or_more_columns_than_a_tile_differ():
@@ -98,6 +105,26 @@ def test_simulator_misses_a_tile_that_does_not_wait(before, after, complaint, tm
     kernels.run_on_cpu(monkeypatch, tmp_path, (before, after))
     with pytest.raises(AssertionError, match=complaint):
         check(make_case((40, 150), 0, 1, 1, 144))
+
+
+_ANNOUNCED = "    __syncwarp();\n    if (threadIdx.x % 32 == 0) barrier_arrive(s.full(ready.stage));"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "complaint"),
+    [
+        (f"    fence_async_proxy();\n{_ANNOUNCED}", _ANNOUNCED, "without a fence"),
+        ("                copies_wait<1>();\n", "", "without a fence"),
+        ("    if (under_way) {\n        copies_wait<0>();", "    if (under_way) {", "without a fence"),
+        ("block > 0) barrier_wait(s.empty(at.stage), at.round ^ 1);", "false) {}", "."),
+        ("    if (lane == 0) barrier_arrive(s.full(at.stage));", "", "every thread waits"),
+    ],
+    ids=["fence", "wait", "last wait", "empty", "end"],
+)  # fmt: skip
+def test_simulator_misses_a_gather_that_does_not_wait(before, after, complaint, tmp_path, monkeypatch):
+    kernels.run_on_cpu(monkeypatch, tmp_path, (before, after))
+    with pytest.raises(AssertionError, match=complaint):
+        check_gathered(make_case((40, 150), 0, 1, 1, 1040))
 
 
 @pytest.mark.parametrize(("half", "wanted"), [("auto", False), ("gathered", False), ("expanded", True)])

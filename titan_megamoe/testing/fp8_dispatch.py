@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..backends.hopper.fp8_dispatch import Dispatch, progress_words
+from ..backends.hopper.fp8_gather import Gathered
 from ..backends.hopper.fp8_gemm import Fp8Rows
 from ..routing import RoutingPlan
 
@@ -25,6 +26,17 @@ class DispatchCase(NamedTuple):
     def rows(self) -> Tensor:
         """(P,) bool: where a row is."""
         return self.dispatch.plan.row_slot >= 0
+
+    def gathered(self) -> Gathered:
+        """The same rows as tokens, those of the peers as they would be received."""
+        plan, pool = self.dispatch.plan, self.pool
+        came = (plan.row_source <= -2).nonzero().flatten()
+        place, count = -2 - plan.row_source[came].long(), int(plan.recv_count)
+        data = pool.data.new_empty(count, pool.data.shape[2])
+        scale = pool.scale.new_empty(count, pool.scale.shape[1])
+        data.view(torch.uint8)[place] = pool.data.view(torch.uint8)[0, came]
+        scale[place] = pool.scale[0, :, came].t()
+        return Gathered(self.dispatch.local, (data, scale), plan.row_source)
 
     def again(self) -> Dispatch:
         """For one more launch."""

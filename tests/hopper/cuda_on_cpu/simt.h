@@ -92,8 +92,11 @@ struct Fiber {
     u64 committed = 0;  // groups of them
     std::vector<Store> stores;
     std::vector<Group*> groups;
+    std::vector<int*> copies;  // groups of them: how many are on their way
+    int* copying = nullptr;    // the group that is not committed yet
 };
 
+static std::deque<int> copy_groups;
 static Fiber fibers[MAX_THREADS];
 static ucontext_t main_context;
 static int current;
@@ -290,6 +293,40 @@ DEVICE void load_bytes_once(u32 to, const void* from, u32 bytes, u32 barrier, u6
     load_bytes(to, from, bytes, barrier);
 }
 
+static int* copy_group() {
+    if (!fibers[current].copying) fibers[current].copying = &copy_groups.emplace_back(0);
+    return fibers[current].copying;
+}
+static void copy(u32 to, const void* from, u32 size, u32 bytes) {
+    if (to % size || u64(from) % size) fail("a copy is misaligned");
+    memset(shared + to, 0xFF, size);
+    int* group = copy_group();
+    ++*group;
+    const int who = current;
+    pending_loads.push_back([=] {
+        memset(shared + to, 0, size);
+        memcpy(shared + to, from, bytes);
+        for (u32 i = to; i < to + size; ++i) {
+            unfenced[i] = 1;
+            fibers[who].unfenced.push_back(i);
+        }
+        --*group;
+        ++progress;
+    });
+}
+DEVICE void copy_16(u32 to, const void* from, u32 bytes) { copy(to, from, 16, bytes); }
+DEVICE void copy_4(u32 to, const void* from) { copy(to, from, 4, 4); }
+DEVICE void copies_commit() {
+    fibers[current].copies.push_back(copy_group());
+    fibers[current].copying = nullptr;
+}
+template <int PENDING>
+DEVICE void copies_wait() {
+    auto& mine = fibers[current].copies;
+    for (; mine.size() > PENDING; mine.erase(mine.begin()))
+        while (*mine[0]) yield_fiber();
+}
+
 DEVICE void store_box(const TensorMap& map, u32 from, int x, int y, int z) {
     fibers[current].stores.push_back(Store{map, from, {x, y, z}});
 }
@@ -351,7 +388,9 @@ static float e4m3_value(int byte) {
 // Element `k` of row `row` of an operand, of 32 along K.
 static float operand_element(u64 operand, int row, int k) {
     const u32 start = u32(operand & 0x3FFF) << 4, stride = u32(operand >> 32 & 0x3FFF) << 4;
-    return e4m3_table[shared[swizzled(start + row / 8 * stride + row % 8 * 128 + k)]];
+    const u32 at = swizzled(start + row / 8 * stride + row % 8 * 128 + k);
+    if (unfenced[at] && error.empty()) error = "a product reads bytes without a fence";
+    return e4m3_table[shared[at]];
 }
 
 DEVICE void wgmma_m64n128k32(float (&d)[64], u64 a, u64 b, u32 add) {
@@ -636,6 +675,7 @@ static void run_block() {
     error.clear();
     pending_loads.clear();
     all_groups.clear();
+    copy_groups.clear();
     memset(shared, 0xFF, SHARED_SIZE);
     std::fill(unfenced.begin(), unfenced.end(), 0);
     for (auto& w : warps) w = Rendezvous{};
@@ -645,6 +685,7 @@ static void run_block() {
         Fiber& f = fibers[i];
         f.done = false;
         f.fenced = 0, f.unfenced.clear(), f.products.clear(), f.committed = 0, f.stores.clear(), f.groups.clear();
+        f.copies.clear(), f.copying = nullptr;
         f.stack.resize(128 * 1024);
         getcontext(&f.context);
         f.context.uc_stack.ss_sp = f.stack.data();

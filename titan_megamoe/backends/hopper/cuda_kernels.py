@@ -94,7 +94,7 @@ def block(name: str) -> Block:
 
 
 PARTS = {
-    "fp8_up": ("dispatch.cuh",),
+    "fp8_up": ("dispatch.cuh", "gather.cuh"),
     "fp8_down_backward": ("factor.cuh",),
     "fp8_columns": ("factor.cuh",),
     "combine": ("claims.cuh",),

@@ -28,6 +28,8 @@ from .cuda_kernels import (
 )
 from .fp8_dispatch import KINDS as DISPATCH_KINDS
 from .fp8_dispatch import Dispatch
+from .fp8_gather import KINDS as GATHER_KINDS
+from .fp8_gather import Gathered
 from .fp8_quantize import QuantizedWeight, check_fp8_dims
 from .fp8_wgrad import Fp8Columns, padded_columns
 from .gemm_common import check_matrix, check_pool
@@ -126,6 +128,7 @@ def gemm_up_fp8(
     *,
     save: bool = True,
     dispatch: Dispatch | None = None,
+    gather: Gathered | None = None,
     reserved_sms: int = 0,
 ) -> tuple[Fp8Rows, Tensor | None]:
     """Gate and up projections, SwiGLU and top-k weight, for the rows of the tiles in use.
@@ -137,6 +140,7 @@ def gemm_up_fp8(
         tiles: the pool's tables; read on the device.
         save: also write the pre-activations that the backward needs.
         dispatch: where the rows come from; None: they are there.
+        gather: the tokens that the rows are, read as they lie, and x is not read.
         reserved_sms: SMs left to other streams.
 
     Returns:
@@ -158,10 +162,17 @@ def gemm_up_fp8(
     gate_up = x.data.new_empty(2, rows, intermediate, dtype=torch.bfloat16) if save else None
     kinds: tuple[str, ...] = ("map",) * 4 + ("ptr",) * 4 + _TABLES + ("i32", "ptr")
     source: tuple[Any, ...] = ()
+    way: tuple[str, ...] = ()
     if dispatch is not None:
+        way = ("DISPATCH",)
         dispatch.check(x.data)
         kinds += DISPATCH_KINDS
         source = dispatch.arguments(x.data, x.scale)
+    elif gather is not None:
+        way = ("GATHER",)
+        gather.check(rows, hidden)
+        kinds += GATHER_KINDS
+        source = gather.arguments(hidden)
     h_map = store_map(h.data)
     launch(
         "fp8_up", kinds,
@@ -172,7 +183,7 @@ def gemm_up_fp8(
             cdiv(hidden, BLOCK), experts, claims(device), *source,
         ),
         device, reserved_sms=reserved_sms,
-        defines=("SAVE",) * save + ("DISPATCH",) * (dispatch is not None),
+        defines=("SAVE",) * save + way,
     )  # fmt: skip
     return h, gate_up
 

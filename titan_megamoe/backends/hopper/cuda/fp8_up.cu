@@ -9,10 +9,10 @@
 // precision/quantize.py; NaN and Inf stay in their row's block.
 //
 // With DISPATCH the rows of x are written here, ahead of the tiles, by the other three warps of the filling one's
-// warpgroup: dispatch.cuh.
+// warpgroup: dispatch.cuh. With GATHER there is no pool of them, a trial: gather.cuh.
 
-#ifdef DISPATCH
-constexpr u32 UP_REGISTERS = MATH_REGISTERS - 8;  // the warps that dispatch need 72
+#if defined(DISPATCH) || defined(GATHER)
+constexpr u32 UP_REGISTERS = MATH_REGISTERS - 8;  // the warps that dispatch or gather need 72
 #else
 constexpr u32 UP_REGISTERS = MATH_REGISTERS;
 #endif
@@ -33,6 +33,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_up(
     const unsigned char* local, const unsigned char* remote, const float* local_scale, const float* remote_scale,
     const long long* delta, unsigned char* pool, float* pool_scale, const int* row_source, const int* slot_row,
     const int* recv_token, const int* recv_count, u32* progress, int hidden, int max_tokens, int top_k
+#elif defined(GATHER)
+    ,
+    const unsigned char* local, const unsigned char* received, const float* local_scale, const float* received_scale,
+    const int* row_source, int hidden
 #endif
 ) {
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -53,6 +57,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_up(
         } else {
             dispatch(d, warp - WARPS - 1);
         }
+#elif defined(GATHER)
+        fill_gathering(p, s, w13,
+                       Gathered{local, received, local_scale, received_scale, row_source, hidden, k_blocks});
 #else
         if (threadIdx.x == MATH_THREADS) fill(p, s, x, w13, nothing_more);
 #endif

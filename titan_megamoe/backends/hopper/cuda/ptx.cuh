@@ -80,6 +80,23 @@ DEVICE void load_bytes_once(u32 to, const void* from, u32 bytes, u32 barrier, u6
         ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
 
+// 16 bytes to shared memory by this thread, of which the first `bytes` come from `from` and the others are 0.
+DEVICE void copy_16(u32 to, const void* from, u32 bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+DEVICE void copy_4(u32 to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all but the newest PENDING groups of this thread's copies are there.
+template <int PENDING>
+DEVICE void copies_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
 // A box of a rank-3 map from shared memory; part of this thread's current bulk group.
 DEVICE void store_box(const TensorMap& map, u32 from, int x, int y, int z) {
     asm volatile(

@@ -37,6 +37,12 @@ constexpr int WARP_ROWS = 16;
 constexpr int MATH_THREADS = 32 * WARPS;
 constexpr int THREADS = MATH_THREADS + 128;
 
+#ifdef GATHER
+constexpr u32 FULL_ARRIVALS = 5;  // gather.cuh
+#else
+constexpr u32 FULL_ARRIVALS = 1;
+#endif
+
 constexpr u32 MATRIX_BYTES = ROWS * BLOCK;  // of a stage's rows
 constexpr u32 COLUMNS_BYTES = BLOCK * BLOCK;  // of each of its column blocks
 constexpr u32 STAGE_BYTES = MATRIX_BYTES + COLUMN_BLOCKS * COLUMNS_BYTES;
@@ -129,7 +135,7 @@ DEVICE Shared open_block(void* shared) {
     const Shared s{shared_address(shared)};
     if (threadIdx.x == MATH_THREADS) {
         for (u32 i = 0; i < STAGES; ++i) {
-            barrier_init(s.full(i), 1);
+            barrier_init(s.full(i), FULL_ARRIVALS);
             barrier_init(s.empty(i), WARPS);
         }
         fence_barrier_init();

@@ -1,0 +1,119 @@
+// Rows of GEMM1 gathered from tokens instead of read from a pool: all four warps of warpgroup 2 copy the 128 bytes
+// of each row of a stage, and its scale, into the ring, by cp.async.
+//
+//     a[r] = data of row r's token,  scale of r = its scale of the block of K
+//
+// Eight lanes have a row, so that a warp reads 4 × 128 contiguous bytes; a lane's rows are 4 apart. Padding rows
+// are read as the tile's first row, which is a token's.
+//
+// A copy is seen by its own thread once it has waited for it, and by wgmma, which reads through the asynchronous
+// proxy, after a fence of that thread: so a stage is announced when the next one's copies are on their way. Its full
+// barrier takes five arrivals: one of each warp, and that of the thread which loads the weights. A stage's slot
+// is free when the multiplying warps have released the one STAGES before, which was announced an iteration earlier:
+// by induction every wait ends.
+
+#ifdef GATHER
+constexpr int GATHER_THREADS = 128;
+constexpr int ROW_LANES = 8;  // of a row, 16 bytes each
+constexpr int ROW_LOADS = ROWS * ROW_LANES / GATHER_THREADS;
+static_assert(BLOCK == 16 * ROW_LANES, "a row of a stage");
+static_assert(FULL_ARRIVALS == 1 + GATHER_THREADS / 32, "of a stage");
+
+struct Gathered {
+    const unsigned char* local;     // (T, H) e4m3, this rank's tokens
+    const unsigned char* received;  // (…, H), the peers' in the order of the receive buffer
+    const float* local_scale;       // (T, ⌈H/128⌉)
+    const float* received_scale;    // (…, ⌈H/128⌉)
+    const int* row_source;          // (P): t ≥ 0, token t; -2 - j, row j of received; -1 pads
+    int hidden, blocks;             // H, ⌈H/128⌉
+
+    // Of row `row` of the pool, or of `first`, if it pads.
+    DEVICE int source(int row, int first) const {
+        const int own = __ldg(row_source + row);
+        return own == -1 ? first : own;
+    }
+    DEVICE const unsigned char* data(int source) const {
+        return (source >= 0 ? local : received) + u64(u32(source >= 0 ? source : -2 - source)) * u32(hidden);
+    }
+    DEVICE const float* scales(int source) const {
+        return (source >= 0 ? local_scale : received_scale) + u64(u32(source >= 0 ? source : -2 - source)) * u32(blocks);
+    }
+};
+
+// The stage whose copies this warp has waited for is there, as far as the warp has a part in it.
+DEVICE void announce(const Shared& s, Position& ready) {
+    fence_async_proxy();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(s.full(ready.stage));
+    ready.advance();
+}
+
+// Warpgroup 2, all of it.
+DEVICE void fill_gathering(const Problem& p, const Shared& s, const TensorMap& b, const Gathered& g) {
+    const u32 thread = threadIdx.x - MATH_THREADS, lane = thread % 32, unit_of_row = lane % ROW_LANES;
+    const u32 first_row = thread / 32 * 32 + lane / ROW_LANES;  // and every 4th from there
+    const bool fills = thread == 0;
+    const Claims claims{p.claims};
+    const Tiles tiles = p.tiles();
+    Position at, ready;
+    bool under_way = false;  // a stage that is not announced yet
+    u32 next = fills ? claims.next() : 0;
+    for (;;) {
+        barrier_wait(s.empty(at.stage), at.round ^ 1);
+        const u32 header = s.scales(at.stage) + HEADER_AT;
+        if (fills) store_shared_words(header, next < tiles.count() ? next : NO_TILE, 0);
+        sync_threads<GATHER_THREADS>();
+        const u32 unit = load_shared_word(header);
+        if (unit == NO_TILE) break;
+        if (fills) next = claims.next();  // its way lies under this tile
+        const Tile tile = tiles.tile(unit);
+        const int first = __ldg(g.row_source + tile.row);
+        const unsigned char* from[ROW_LOADS];
+#pragma unroll
+        for (int i = 0; i < ROW_LOADS; ++i)
+            from[i] = g.data(g.source(tile.row + first_row + 4 * i, first)) + 16 * unit_of_row;
+        const float* scale_from = g.scales(g.source(tile.row + thread, first));
+        const float* left_scales = p.weight_scales(tile.expert, tile.column);
+        const float* right_scales = p.weight_scales(tile.expert + p.right_layer, tile.column);
+        float left = __ldg(left_scales), right = __ldg(right_scales);
+#pragma unroll 1
+        for (int block = 0; block < p.k_blocks; ++block) {
+            if (block > 0) barrier_wait(s.empty(at.stage), at.round ^ 1);
+            const u32 full = s.full(at.stage), to = s.stage(at.stage), scales = s.scales(at.stage);
+            const u32 bytes = block * BLOCK + 16 * int(unit_of_row) < g.hidden ? 16 : 0;
+#pragma unroll
+            for (int i = 0; i < ROW_LOADS; ++i) {
+                const u32 row = first_row + 4 * i;
+                copy_16(to + row * BLOCK + ((unit_of_row ^ row % 8) << 4), bytes ? from[i] + block * BLOCK : from[i],
+                        bytes);
+            }
+            copy_4(scales + 4 * thread, scale_from + block);
+            copies_commit();
+            if (fills) {
+                load_box(to + MATRIX_BYTES, b, full, block * BLOCK, tile.column, tile.expert);
+                load_box(to + 2 * MATRIX_BYTES, b, full, block * BLOCK, tile.column, tile.expert + p.right_layer);
+                store_shared_words(scales + WEIGHT_SCALES_AT, Words{{__float_as_uint(left), __float_as_uint(right),
+                                                                      unit, 0}});
+                barrier_expect(full, COLUMN_BLOCKS * COLUMNS_BYTES);
+                const int later = min(block + 1, p.k_blocks - 1);
+                left = __ldg(left_scales + later), right = __ldg(right_scales + later);
+            }
+            at.advance();
+            if (under_way) {
+                copies_wait<1>();
+                announce(s, ready);
+            }
+            under_way = true;
+        }
+    }
+    if (under_way) {
+        copies_wait<0>();
+        announce(s, ready);
+    }
+    if (fills) {
+        claims.done();
+        barrier_arrive(s.full(at.stage));
+    }
+    if (lane == 0) barrier_arrive(s.full(at.stage));
+}
+#endif
