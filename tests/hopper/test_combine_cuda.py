@@ -591,8 +591,15 @@ patch = pytest.MonkeyPatch()
 no_gpu.pretend(patch)
 from titan_megamoe import MegaMoEConfig
 from titan_megamoe.backends.base import MoECall, Needs
-from titan_megamoe.backends.hopper import combine, combine_cuda, fp8_backend, symmetric
+from titan_megamoe.backends.hopper import backend as bf16_backend, combine, combine_cuda, fp8_backend
 from titan_megamoe.errors import ConfigError
+
+order = []
+def noted(what):
+    real = getattr(bf16_backend, what)
+    patch.setattr(bf16_backend, what, lambda *a, **k: (order.append(what), real(*a, **k))[1])
+for what in ("now", "expand", "gemm_down_backward", "wgrad_down", "gemm_up_backward", "wgrad_up"):
+    noted(what)
 
 patch.setattr(combine_cuda, "cached_cubin", lambda *a: b"")
 patch.setattr(combine_cuda, "why_missing", lambda *a: None)
@@ -622,7 +629,11 @@ for precision in ("bf16", "fp8", "fp8_bwd"):
         backend.combine_in = name
         begun = backend.begin(call)
         begun.finish()
+        order.clear()
         backend.backward(call, begun.saved, x)
+        if precision == "bf16":  # x is expanded beside dW2, the only one of three GEMMs that leaves room
+            assert order == ["expand", "gemm_down_backward", "now", "wgrad_down", "expand", "gemm_up_backward",
+                             "now", "wgrad_up"], order
         (forward, blocks), (backward, launched) = seen
         assert forward == ("combine" if name == "cuda" else "triton"), seen
         one_an_sm = name == "cuda" and precision == "fp8"
@@ -634,7 +645,7 @@ for precision in ("bf16", "fp8", "fp8_bwd"):
 """
 
 
-def test_backend_combines_in_another_kernel_than_asked_for():
+def test_backend_combines_in_another_kernel_than_asked_for_or_expands_where_no_block_fits():
     if shutil.which("gcc") is None:
         pytest.skip("needs gcc")
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_INTERPRET": "0"}
