@@ -280,37 +280,43 @@ def dispatch_case(experts: Experts) -> DispatchCase:
     return make_dispatch(full_plan(), tokens)
 
 
+def same_up(ours: tuple[Fp8Rows, Tensor | None], wanted: tuple[Fp8Rows, Tensor | None], live: Tensor) -> bool:
+    """Two results of gemm_up_fp8, to the bit, where a row is."""
+    return same_rows(ours[0], wanted[0], live) and all(
+        same_bits(a[:, live], b[:, live])
+        for a, b in [(ours[1], wanted[1])]
+        if a is not None and b is not None
+    )
+
+
+def same_rows(ours: Fp8Rows, theirs: Fp8Rows, live: Tensor) -> bool:
+    data = [rows.data.view(torch.uint8)[0, live] for rows in (ours, theirs)]
+    return torch.equal(*data) and same_bits(ours.scale[0, :, live], theirs.scale[0, :, live])
+
+
+def check_gathered(title: str, case: DispatchCase, w13: QuantizedWeight) -> bool:
+    """GEMM1 that gathers its rows against rows that were there before, to the bit."""
+    plan, live, gathered = case.dispatch.plan, case.rows(), case.gathered()
+    nothing, right = empty_pool(plan, case.pool.data.shape[2]), True
+    for save in (True, False):
+        wanted = gemm_up_fp8(case.pool, w13, plan.row_weight, plan.tiles, save=save)
+        ours = gemm_up_fp8(nothing, w13, plan.row_weight, plan.tiles, save=save, gather=gathered)
+        right &= same_up(ours, wanted, live)
+    say(f"{title:<17} {'equal bit for bit' if right else 'DIFFERS'} with rows that GEMM1 gathers")
+    return right
+
+
 def check_dispatch(title: str, case: DispatchCase, w13: QuantizedWeight) -> bool:
     """Dispatch inside GEMM1 against rows that were there before, to the bit."""
     plan, live = case.dispatch.plan, case.rows()
     right = True
     for save in (True, False):
-        wanted, wanted_gate_up = gemm_up_fp8(case.pool, w13, plan.row_weight, plan.tiles, save=save)
+        wanted = gemm_up_fp8(case.pool, w13, plan.row_weight, plan.tiles, save=save)
         for _ in range(5):
             pool = empty_pool(plan, case.pool.data.shape[2])
-            h, gate_up = gemm_up_fp8(
-                pool, w13, plan.row_weight, plan.tiles, save=save, dispatch=case.again()
-            )  # fmt: skip
-            for ours, theirs in ((pool, case.pool), (h, wanted)):
-                right &= torch.equal(
-                    ours.data.view(torch.uint8)[0, live], theirs.data.view(torch.uint8)[0, live]
-                )
-                right &= same_bits(ours.scale[0, :, live], theirs.scale[0, :, live])
-            if gate_up is not None and wanted_gate_up is not None:
-                right &= same_bits(gate_up[:, live], wanted_gate_up[:, live])
+            ours = gemm_up_fp8(pool, w13, plan.row_weight, plan.tiles, save=save, dispatch=case.again())
+            right &= same_rows(pool, case.pool, live) and same_up(ours, wanted, live)
     say(f"{title:<17} {'equal bit for bit' if right else 'DIFFERS'} with dispatch inside GEMM1")
-    for save in (True, False):
-        wanted, wanted_gate_up = gemm_up_fp8(case.pool, w13, plan.row_weight, plan.tiles, save=save)
-        h, gate_up = gemm_up_fp8(
-            empty_pool(plan, case.pool.data.shape[2]), w13, plan.row_weight, plan.tiles, save=save,
-            gather=case.gathered(),
-        )  # fmt: skip
-        same = torch.equal(h.data.view(torch.uint8)[0, live], wanted.data.view(torch.uint8)[0, live])
-        same &= same_bits(h.scale[0, :, live], wanted.scale[0, :, live])
-        if gate_up is not None and wanted_gate_up is not None:
-            same &= same_bits(gate_up[:, live], wanted_gate_up[:, live])
-        right &= same
-        say(f"{title:<17} {'equal bit for bit' if same else 'DIFFERS'} with rows that GEMM1 gathers")
     return right
 
 
@@ -721,11 +727,12 @@ def main() -> int:
         w13, w2 = ready_to_time(experts)
         ours = our_calls(experts, w13, w2)
         gemms = {name: ours[name] for name in ("gemm1", "gemm2", "dgrad1")}
-        tried = changed_calls(CANDIDATES, gemms)
+        candidates = changed_calls(CANDIDATES, gemms)
+        tried = dict(candidates)
         if options.ablate:
             tried |= changed_calls(ABLATIONS, gemms)
             tried |= changed_calls(WGRAD_ABLATIONS, {name: ours[name] for name in ("dW2", "dW13")})
-        tried |= beside_held_sms(gemms | changed_calls({"fixed tiles": CANDIDATES["fixed tiles"]}, gemms))
+        tried |= beside_held_sms(gemms | candidates)
         times = times_of(ours | tried | deep_gemm_calls(experts, w13, w2))
         rows += results(model, experts, times)
         write(options.out, right, rows)
@@ -735,6 +742,7 @@ def main() -> int:
         experts = make_experts(*MODELS[model], uniform_counts(), "cuda")
         w13, case = quantize_weights([experts.w1, experts.w3]), dispatch_case(experts)
         right &= check_dispatch(model, case, w13)
+        right &= check_gathered(model, case, w13)
         for what, change in CANDIDATES.items():
             with source_with(change):
                 right &= check_dispatch(f"{model}, {what}", case, w13)

@@ -3,8 +3,8 @@
 #   scripts/measure.sh kernels layers steps          these parts, one after the other, into docs/benchmarks
 #   OUT=results scripts/measure.sh soak              into another folder
 #   TEXT=books.jsonl scripts/measure.sh curves       loss curves need text: JSON lines with a field text
-# Parts, each a few minutes: tests kernels counters memcheck stages layers combine steps steps_235b steps_kept steps_direct curves wgrad soak
-# trace tokens routing single rates many profile. Afterwards: python -m titan_megamoe.bench report
+# Parts, each a few minutes: tests kernels counters memcheck stages layers combine steps steps_235b steps_kept
+# steps_direct curves wgrad soak trace tokens routing single rates many profile. Afterwards: python -m titan_megamoe.bench report
 # COMMIT names the commit, where git does not know it. A part that fails is named at the end, and the others run.
 set -uo pipefail
 jobs=train_configs/qwen3_30b_a3b
@@ -31,7 +31,6 @@ tests() {
 kernels() { timeout 400 python scripts/fp8_check.py --out "$out/gemm/fp8_kernels.json"; }
 counters() { # what bounds the fp8 GEMMs; needs ncu and one GPU
     local pair
-    mkdir -p "$out/logs"
     for pair in fp8_wgrad:dW13 fp8_plain:dgrad1 fp8_up:gemm1; do
         timeout 120 ncu --clock-control none --section SpeedOfLight --section MemoryWorkloadAnalysis \
             --section MemoryWorkloadAnalysis_Tables --section SchedulerStats --section WarpStateStats \
@@ -41,7 +40,6 @@ counters() { # what bounds the fp8 GEMMs; needs ncu and one GPU
 }
 memcheck() { # one rank, small shapes, all kernels of a layer; needs compute-sanitizer
     local precision
-    mkdir -p "$out/logs"
     for precision in bf16 fp8; do
         timeout 200 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 \
             python -m titan_megamoe.bench soak ${COMMIT:+--commit "$COMMIT"} --out "$out/logs/memcheck_$precision.json" \
@@ -68,12 +66,12 @@ steps_235b() { bench compare step_235b_2gpu.json train_configs/qwen3_235b_a22b/2
 steps_kept() { # FSDP keeps what it gathered for the backward: memory for time, in all of them
     local job made=()
     for job in "$jobs"/2gpu/*.toml; do made+=("$job:parallelism.fsdp_reshard_after_forward=never"); done
-    bench compare step_30b_2gpu_kept.json "${made[@]}"
+    bench compare logs/step_30b_kept.json "${made[@]}"
 }
 steps_direct() { # expert weights as FSDP holds them, without its casts and copies
     local job made=("$jobs/2gpu/torchtitan.toml")
     for job in "$jobs"/2gpu/mega_moe_{fp8,bf16}.toml; do made+=("$job" "$job:mega_moe.direct_experts=true"); done
-    bench compare step_30b_2gpu_direct.json "${made[@]}"
+    bench compare logs/step_30b_direct.json "${made[@]}"
 }
 curves() {
     text && bench curves curves_30b_precisions.json --dataset "$TEXT" --steps 200 \
@@ -92,7 +90,6 @@ soak() {
 profile() { # one step in fp8, kernel by kernel
     local work
     work=$(mktemp -d)
-    mkdir -p "$out/logs"
     bench compare logs/step_profiled.json --steps 16 --work "$work" \
         "$jobs/2gpu/mega_moe_fp8.toml:profiling.enable_profiling=true,profiling.profile_freq=14" &&
         python scripts/step_gaps.py "$work"/dump/profile_traces/iteration_*/rank0_trace.json \
@@ -133,7 +130,7 @@ fi
 cd "$root"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" COLUMNS=${COLUMNS:-150}
 out=${OUT:-docs/benchmarks}
-mkdir -p "$out/gemm"
+mkdir -p "$out/gemm" "$out/logs"
 for part in "$@"; do
     begin=$SECONDS
     echo "== $part"

@@ -96,6 +96,8 @@ def test_quantizing_weights_is_hidden_or_counted_twice(cpu: Setting, monkeypatch
     rows = [records.check(shared | r) for r in made]
     text = tables.layer_table(rows)
     assert "weights to fp8 once a step, ms" in text and "| 2.00 | 2.00 | 75% | 250% | 2.00 |" in text
+    uneven = tables.layer_table([r | {"routing": "zipf", "peak_bytes": 3 << 30} for r in rows[:2]])
+    assert "peak, GiB" in uneven and "| 75% | 250% | 3.0 |" in uneven and "peak, GiB" not in text
     assert layer._table("t", made, MEASURED).row_count == 3
     assert "weights to fp8" not in tables.layer_table(rows[:2])
 

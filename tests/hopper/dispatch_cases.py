@@ -50,6 +50,12 @@ def bits(rows):
     return rows.data.view(torch.uint8)[0], rows.scale.view(torch.int32)[0]
 
 
+def assert_same_rows(ours, theirs, live):
+    (data, scale), (wanted_data, wanted_scale) = bits(ours), bits(theirs)
+    assert torch.equal(data[live], wanted_data[live])
+    assert torch.equal(scale[:, live], wanted_scale[:, live])
+
+
 def check(case, intermediate=48, *, save=True, repeats=1, **options):
     """h', gate and up, and the pool, to the bit, each time."""
     plan, w13 = case.dispatch.plan, weights_of(case, intermediate)
@@ -58,10 +64,8 @@ def check(case, intermediate=48, *, save=True, repeats=1, **options):
     for _ in range(repeats):
         pool = empty_pool(plan, case.pool.data.shape[2])
         h, gate_up = gemm_up_fp8(pool, *tables, save=save, dispatch=case.again(), **options)
-        for ours, theirs in ((h, wanted), (pool, case.pool)):
-            (data, scale), (wanted_data, wanted_scale) = bits(ours), bits(theirs)
-            assert torch.equal(data[live], wanted_data[live])
-            assert torch.equal(scale[:, live], wanted_scale[:, live])
+        assert_same_rows(h, wanted, live)
+        assert_same_rows(pool, case.pool, live)
         if save:
             assert torch.equal(gate_up[:, live], wanted_gate_up[:, live])
         assert bits(pool)[0][~live].eq(0xFF).all() and pool.scale[0][:, ~live].isnan().all()
@@ -75,8 +79,6 @@ def check_gathered(case, intermediate=48, *, save=True, repeats=1):
     nothing = empty_pool(plan, case.pool.data.shape[2])
     for _ in range(repeats):
         h, gate_up = gemm_up_fp8(nothing, *tables, save=save, gather=case.gathered())
-        (data, scale), (wanted_data, wanted_scale) = bits(h), bits(wanted)
-        assert torch.equal(data[live], wanted_data[live])
-        assert torch.equal(scale[:, live], wanted_scale[:, live])
+        assert_same_rows(h, wanted, live)
         if save:
             assert torch.equal(gate_up[:, live], wanted_gate_up[:, live])

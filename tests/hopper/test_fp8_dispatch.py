@@ -159,6 +159,11 @@ def test_misfitting_tensors_are_misread_instead_of_refused():
             gemm_up_fp8(case.pool, w13, plan.row_weight, plan.tiles, dispatch=dispatch._replace(**changes))
 
     refused("progress is", progress=dispatch.progress[:-1])
+    gathered, tables = case.gathered(), (w13, plan.row_weight, plan.tiles)
+    with pytest.raises(ConfigError, match="give one of them"):
+        gemm_up_fp8(case.pool, *tables, dispatch=dispatch, gather=gathered)
+    with pytest.raises(ConfigError, match="row_source is"):
+        gemm_up_fp8(case.pool, *tables, gather=gathered._replace(row_source=plan.row_source[:-1]))
     refused("local scales is", local=(dispatch.local[0], dispatch.local[1][:, :1]))
     refused("symmetric buffers", remote=None)
     refused("delta is", delta=dispatch.delta.int())

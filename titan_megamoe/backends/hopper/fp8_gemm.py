@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...errors import ConfigError
 from ...precision.quantize import BLOCK
 from .cuda_kernels import (
     box_map,
@@ -163,6 +164,8 @@ def gemm_up_fp8(
     kinds: tuple[str, ...] = ("map",) * 4 + ("ptr",) * 4 + _TABLES + ("i32", "ptr")
     source: tuple[Any, ...] = ()
     way: tuple[str, ...] = ()
+    if dispatch is not None and gather is not None:
+        raise ConfigError("dispatch and gather are two ways to the same rows; give one of them")
     if dispatch is not None:
         way = ("DISPATCH",)
         dispatch.check(x.data)

@@ -254,17 +254,9 @@ def _first_of_chunk(
         start = order * chunks_per_rank + first_chunk
         before -= _before(hist_ptr, total_ptr, column, start, num_chunks, known)
         before += _in_window(
-            hist_ptr,
-            total_ptr,
-            column,
-            first_chunk,
-            last_chunk,
-            order,
-            num_chunks,
-            chunks_per_rank,
-            known,
+            hist_ptr, total_ptr, column, first_chunk, last_chunk, order, num_chunks, chunks_per_rank, known,
             WORLD,
-        )
+        )  # fmt: skip
     return before + tl.load(base_ptr + column, mask=known, other=0)
 
 
@@ -286,7 +278,7 @@ def _fill_kernel(
     mode = tl.load(ok_ptr)
     first_chunk, last_chunk = window(mode, pass_index, window_chunks, chunks_per_rank)
     if PASSES > 1:
-        place = chunk - chunk // chunks_per_rank * chunks_per_rank
+        place = chunk % chunks_per_rank
         here = (place >= first_chunk) & (place < last_chunk)
         live = live & here
         ids = tl.where(here, ids, -1)

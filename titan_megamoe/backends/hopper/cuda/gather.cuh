@@ -18,6 +18,7 @@ constexpr int ROW_LANES = 8;  // of a row, 16 bytes each
 constexpr int ROW_LOADS = ROWS * ROW_LANES / GATHER_THREADS;
 static_assert(BLOCK == 16 * ROW_LANES, "a row of a stage");
 static_assert(FULL_ARRIVALS == 1 + GATHER_THREADS / 32, "of a stage");
+static_assert(CLAIMS, "those that multiply learn each tile from its first stage");
 
 struct Gathered {
     const unsigned char* local;     // (T, H) e4m3, this rank's tokens
