@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from titan_megamoe import ConfigError
-from titan_megamoe.bench import plots, report
+from titan_megamoe.bench import overview, plots, report
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,6 +80,15 @@ def test_scaling_is_not_drawn_once_it_is_measured(checkout: Path) -> None:
         assert plots.draw(name, report._all(checkout), path, False)
         assert plots.png_text(path.read_bytes())["titan_megamoe digest"]
         assert not plots.draw(name, report._all(checkout), path, False), "drawn twice"
+
+
+def test_a_job_has_the_step_of_one_with_other_weight_gradients_or_experts() -> None:
+    rows = [r for r in report._all(ROOT) if r.get("impl") == "mega_moe" and r.get("kind") == "step"]
+    fp8 = next(r for r in rows if r["precision"] == "fp8" and "30b" in r["model"] and r["layers"] == 8)
+    job = fp8 | {"wgrad_precision": "fp8", "step_s_mean": 0.111}
+    in_bf16 = {k: v for k, v in fp8.items() if k != "wgrad_precision"} | {"step_s_mean": 0.222}
+    table = overview.coverage([job, in_bf16, job | {"direct_experts": True, "step_s_mean": 0.333}])
+    assert "0.111" in table and "0.222" not in table and "0.333" not in table
 
 
 def test_an_unknown_block_is_left_empty(tmp_path: Path) -> None:

@@ -198,7 +198,14 @@ def coverage(rows: Rows) -> str:
         facts = read_job(jobs.TRAIN_CONFIGS / job.path)
         wanted = (facts.model.name, facts.impl, facts.precision, job.gpus, facts.layers, facts.compile)
         keys = ("model", "impl", "precision", "gpus", "layers", "compile")
-        same = [r for r in measured if tuple(r[key] for key in keys) == wanted and r["ac"] == facts.ac]
+        same = [
+            r
+            for r in measured
+            if tuple(r[key] for key in keys) == wanted
+            and r["ac"] == facts.ac
+            and wgrad_precision(r) == facts.wgrad_precision
+            and r.get("direct_experts", False) == facts.direct_experts
+        ]
         seconds = (
             f"{max(reversed(same), key=lambda r: r['date'])['step_s_mean']:.3f}" if same else "not measured"
         )
