@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from titan_megamoe.backends.all_to_all import AllToAllBackend
+from titan_megamoe.torchtitan.process_end import end_cpu_process
 
 CALM = (
     "--training.mixed_precision_param=float32",
@@ -125,9 +125,4 @@ def main(make_runner: Callable[[Path], Any], suites: dict[str, tuple[Any, ...]])
     if dist.get_rank() == 0:
         result.write_text(json.dumps(out))
     dist.destroy_process_group()
-    # TorchTitan's trainers leave device meshes in torch's caches, and those their gloo groups, whose threads
-    # abort the interpreter's own end now and then. All is said and written by now.
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    end_cpu_process()

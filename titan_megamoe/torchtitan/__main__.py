@@ -4,7 +4,8 @@
 
 The file and the options are TorchTitan 0.2's. With 0.2 they go to its trainer as they are; with 0.3, which
 has neither TOML nor these names, they are mapped (:mod:`.v03.job_file`), and what 0.3 lacks is refused.
-Without a CUDA device the CPU shim of that line is applied first.
+Without a CUDA device the CPU shim of that line is applied first, and a job that trained to its end leaves
+without the interpreter's teardown (:mod:`.process_end`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import torch
 
 from .lines import installed_line
+from .process_end import end_cpu_process
 
 _USAGE = "usage: python -m titan_megamoe.torchtitan <job.toml> [--section.option=value ...]"
 
@@ -47,3 +49,4 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
+    end_cpu_process()

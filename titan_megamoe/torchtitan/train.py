@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from titan_megamoe.torchtitan.process_end import end_cpu_process
+
 
 def main() -> None:
     """Run ``torchtitan.train.main(Trainer)`` with the arguments of the command line."""
@@ -24,3 +26,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end_cpu_process()
