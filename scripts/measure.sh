@@ -3,8 +3,9 @@
 #   scripts/measure.sh kernels layers steps          these parts, one after the other, into docs/benchmarks
 #   OUT=results scripts/measure.sh soak              into another folder
 #   TEXT=books.jsonl scripts/measure.sh curves       loss curves need text: JSON lines with a field text
-# Parts, each a few minutes: tests kernels counters memcheck stages layers combine steps steps_235b steps_kept
-# steps_direct curves wgrad soak trace tokens routing single rates many profile. Afterwards: python -m titan_megamoe.bench report
+# Parts, each a few minutes: tests kernels counters memcheck stages layers combine copied steps steps_235b
+# steps_kept steps_direct curves wgrad soak trace tokens routing single rates many profile. Afterwards:
+# python -m titan_megamoe.bench report
 # COMMIT names the commit, where git does not know it. A part that fails is named at the end, and the others run.
 set -uo pipefail
 jobs=train_configs/qwen3_30b_a3b
@@ -60,6 +61,14 @@ combine() { # in CUDA, and in Triton
         bench layer "layer_combine_${model%-*}.json" --model "qwen3-$model" \
             --impls mega_moe,mega_moe+combine_triton,mega_moe@fp8,mega_moe+combine_triton@fp8 || return 1
     done
+}
+copied() { # rows of an fp8 forward gathered by GEMM1, or dispatched inside of it
+    local model
+    for model in 30b-a3b 235b-a22b; do
+        bench layer "logs/layer_copied_${model%-*}.json" --model "qwen3-$model" \
+            --impls mega_moe@fp8,mega_moe+copied@fp8 || return 1
+    done
+    bench layer logs/layer_copied_ep1.json --ep 1 --impls mega_moe@fp8,mega_moe+copied@fp8
 }
 steps() { bench compare step_30b_2gpu.json "$jobs/2gpu"; }
 steps_235b() { bench compare step_235b_2gpu.json train_configs/qwen3_235b_a22b/2gpu; }

@@ -101,7 +101,7 @@ class Workspace:
         geometry: the sizes.
         mail, flags, ids, weights, dweight, x, partial, rows8, scales, second: views, see the module's head.
         delta: (W,) int64, bytes from this rank's part to each rank's.
-        peers_second: the peers' `second`, rank + 1 first (modulo W).
+        peers_rows8, peers_scales, peers_second: the peers' parts, rank + 1 first (modulo W).
         copies_delta: (W,) int64, bytes from the first row of this rank's copies of them (peer_copies.py) to
             those of each rank.
         state: (STATE_WORDS,) int32 device words; progress: those of the communication blocks.
@@ -118,6 +118,9 @@ class Workspace:
     rows8: Tensor
     scales: Tensor
     second: Tensor
+    peers_rows8: tuple[Tensor, ...]
+    peers_scales: tuple[Tensor, ...]
+    peers_second: tuple[Tensor, ...]
 
     def __init__(self, group: dist.ProcessGroup | None, geometry: Geometry, device: torch.device) -> None:
         self.geometry = geometry
@@ -131,10 +134,13 @@ class Workspace:
         for name, view in _views(self.memory, geometry).items():
             setattr(self, name, view)
         self.delta = torch.tensor(deltas, dtype=torch.int64, device=device)
-        self.peers_second: tuple[Tensor, ...] = ()
+        self.peers_rows8 = self.peers_scales = self.peers_second = ()
         if geometry.fp8:
             peers = [ranks[(self.rank + i) % geometry.world] for i in range(1, geometry.world)]
-            self.peers_second = tuple(_views(memory, geometry)["second"] for memory in peers)
+            views = [_views(memory, geometry) for memory in peers]
+            self.peers_rows8 = tuple(view["rows8"] for view in views)
+            self.peers_scales = tuple(view["scales"] for view in views)
+            self.peers_second = tuple(view["second"] for view in views)
         peer_bytes = 2 * geometry.max_tokens * geometry.hidden
         self.copies_delta = torch.tensor(
             copies_delta(geometry.world, self.rank, peer_bytes), dtype=torch.int64, device=device

@@ -93,18 +93,20 @@ def case(*shape, needs=ALL, wgrad="bf16"):
 
 
 def in_one_launch(*shapes):
-    """Dispatch inside GEMM1 gives the bits of an expansion before it."""
+    """Dispatch inside GEMM1, or gathering in it, gives the bits of an expansion before it."""
     for shape in shapes:
         arguments = inputs(*shape)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fp8_backend.Fp8FusedBackend, "first_half", "expanded")
             before = layer(arguments)
-            patch.setattr(fp8_backend.Fp8FusedBackend, "first_half", "gathered")
             patch.setattr(fp8_backend, "expand_fp8", None)
-            inside = layer(arguments)
-        assert all(
-            torch.equal(a, b) for a, b in zip(vars(inside).values(), vars(before).values(), strict=True)
-        ), shape
+            for half in ("gathered", "copied"):
+                patch.setattr(fp8_backend.Fp8FusedBackend, "first_half", half)
+                inside = layer(arguments)
+                assert all(
+                    torch.equal(a, b)
+                    for a, b in zip(vars(inside).values(), vars(before).values(), strict=True)
+                ), (half, shape)
 
 
 def finite(result):

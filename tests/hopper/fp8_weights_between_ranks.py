@@ -18,8 +18,9 @@ from titan_megamoe.backends.hopper.fp8_quantize import quantize_rows
 from titan_megamoe.backends.hopper.peer_copies import copies_delta
 from titan_megamoe.config import MegaMoEConfig
 from titan_megamoe.precision import get_recipe
-from titan_megamoe.routing import PlanShape, plan_reference
+from titan_megamoe.routing import PlanShape, RoutingPlan, plan_reference
 from titan_megamoe.testing.fp8_chain import relative
+from titan_megamoe.testing.fp8_dispatch import own_first_reference
 from titan_megamoe.testing.oracle import moe_oracle
 from titan_megamoe.workspace import Geometry, _views
 
@@ -37,7 +38,10 @@ def workspaces(world):
             geometry=geometry, state=words, report=words, leave=lambda: None, suspend=lambda _: None,
             memory=memory,
             delta=torch.tensor([(r - rank) * geometry.num_bytes for r in range(world)]),
-            peers_second=tuple(views[(rank + i) % world]["second"] for i in range(1, world)),
+            **{
+                f"peers_{part}": tuple(views[(rank + i) % world][part] for i in range(1, world))
+                for part in ("rows8", "scales", "second")
+            },
             copies_delta=torch.tensor(copies_delta(world, rank, 2 * T_MAX * HIDDEN)),
             **views[rank],
         )  # fmt: skip
@@ -61,9 +65,11 @@ def check(world, wgrad, needs=ALL):
         x, ids, factors, dy = given[rank]
         call = MoECall(x, ids, factors, *(w[own].contiguous() for w in weights), None, config, needs)
 
-        def plan(plans, *_, shape=shape):
+        def plan(plans, *rest, shape=shape):
             made = plan_reference([i for _, i, _, _ in given], [f for _, _, f, _ in given], shape)
             plans[0].flat.copy_(made.flat)
+            if rest[-1] is not None:
+                rest[-1].copy_(own_first_reference(made))
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fp8_backend, "_prepare", lambda _, w=workspace, s=shape: (w, s))
@@ -73,6 +79,11 @@ def check(world, wgrad, needs=ALL):
             patch.setattr(backend, "combine_in", "triton")
             share(ranks, given, 0)
             saved = backend.begin(call).saved
+            if world <= fp8_backend.MAX_GATHER_RANKS and wgrad == "bf16":
+                patch.setattr(backend, "first_half", "copied")
+                flat, gate_up, _ = backend.begin(call).saved
+                live = RoutingPlan.over(flat, shape).row_slot >= 0
+                assert torch.equal(flat, saved[0]) and torch.equal(gate_up[:, live], saved[1][:, live])
             share(ranks, given, 3)
             grads = backend.backward(call, saved, dy)
         x, ids, factors, dy = (torch.cat([given[r][i] for r in order]) for i in range(4))

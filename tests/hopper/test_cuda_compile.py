@@ -40,6 +40,7 @@ def compiled(folder: Path, source: str, name: str, defines: tuple[str, ...] = ()
         ("fp8_up", ("SAVE", "DISPATCH")),
         ("fp8_up", ("DISPATCH",)),
         ("fp8_up", ("SAVE", "GATHER")),
+        ("fp8_up", ("GATHER",)),
         ("fp8_down_backward", ("WRITE_GRADS", "WRITE_H")),
         ("fp8_down_backward", ("WRITE_GRADS", "WRITE_H", "COLUMNS")),
         ("fp8_wgrad", ()),

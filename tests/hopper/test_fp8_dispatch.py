@@ -127,13 +127,18 @@ def test_simulator_misses_a_gather_that_does_not_wait(before, after, complaint, 
         check_gathered(make_case((40, 150), 0, 1, 1, 1040))
 
 
-@pytest.mark.parametrize(("half", "wanted"), [("auto", False), ("gathered", False), ("expanded", True)])
+@pytest.mark.parametrize(
+    ("half", "wanted"), [("auto", False), ("gathered", False), ("copied", False), ("expanded", True)]
+)
 def test_a_call_does_not_expand_as_it_is_told_or_has_more_slots_than_lanes(half, wanted):
     backend = fp8_backend.Fp8FusedBackend()
     backend.first_half = half
     config = MegaMoEConfig(precision="fp8")
     assert backend.expands(SimpleNamespace(config=config, top_k=32)) is wanted
     assert backend.expands(SimpleNamespace(config=config, top_k=33))
+    for world in (1, 2, 3):
+        gathers = backend.gathers(SimpleNamespace(config=config, top_k=33, world=world))
+        assert gathers is (half == "copied" and world < 3)
 
 
 @pytest.mark.parametrize("save", [True, False])
@@ -160,10 +165,19 @@ def test_misfitting_tensors_are_misread_instead_of_refused():
 
     refused("progress is", progress=dispatch.progress[:-1])
     gathered, tables = case.gathered(), (w13, plan.row_weight, plan.tiles)
-    with pytest.raises(ConfigError, match="give one of them"):
-        gemm_up_fp8(case.pool, *tables, dispatch=dispatch, gather=gathered)
-    with pytest.raises(ConfigError, match="row_source is"):
-        gemm_up_fp8(case.pool, *tables, gather=gathered._replace(row_source=plan.row_source[:-1]))
+    for changed, match in (
+        (gathered._replace(own_first=gathered.own_first[:-1]), "own_first is"),
+        (
+            gathered._replace(peers=gathered.peers._replace(scale=gathered.peers.scale[1:])),
+            "copied scales is",
+        ),
+        (gathered._replace(peers=None), "copies of the peers'"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            gemm_up_fp8(None, *tables, gather=changed)
+    for x, ways in ((case.pool, {"gather": gathered}), (None, {}), (None, {"dispatch": dispatch})):
+        with pytest.raises(ConfigError, match="give one of x and gather"):
+            gemm_up_fp8(x, *tables, **ways)
     refused("local scales is", local=(dispatch.local[0], dispatch.local[1][:, :1]))
     refused("symmetric buffers", remote=None)
     refused("delta is", delta=dispatch.delta.int())

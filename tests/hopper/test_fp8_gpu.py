@@ -102,13 +102,13 @@ def test_dispatch_inside_gemm1_loses_mixes_up_or_reads_rows_too_early(case, rese
         dispatch_cases.check(made, 208, save=save, repeats=10, reserved_sms=reserved_sms)
 
 
-def _halves(rank: int, problem: Problem, repeats: int, reserved_sms: int):
-    """What differs between dispatch inside GEMM1, `repeats` times, and an expansion before it."""
+def _halves(rank: int, problem: Problem, repeats: int, reserved_sms: int, half: str = "gathered"):
+    """What differs between another first half, `repeats` times, and an expansion before GEMM1."""
     config, different = _config(("fp8", "bf16"), reserved_sms=reserved_sms), set()
     try:
         FusedBackend.first_half = "expanded"
         before = run_rank(rank, problem, config)
-        FusedBackend.first_half = "gathered"
+        FusedBackend.first_half = half
         for _ in range(repeats):
             inside = run_rank(rank, problem, config)
             different |= {n for n, t in before.items() if t is not None and not torch.equal(inside[n], t)}
@@ -117,10 +117,11 @@ def _halves(rank: int, problem: Problem, repeats: int, reserved_sms: int):
     return different
 
 
+@pytest.mark.parametrize("half", ["gathered", "copied"])
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.multi_gpu
-def test_dispatch_inside_gemm1_changes_a_bit_of_the_layer(rank_pool, name):
-    assert rank_pool(2, "cuda").run(_halves, PROBLEMS[name], 10, 0) == [set(), set()]
+def test_dispatch_inside_gemm1_changes_a_bit_of_the_layer(rank_pool, name, half):
+    assert rank_pool(2, "cuda").run(_halves, PROBLEMS[name], 10, 0, half) == [set(), set()]
 
 
 @pytest.mark.multi_gpu

@@ -340,7 +340,14 @@ def _recomputed(rank: int, precision: str, half: str):
 
 @TWO
 @pytest.mark.parametrize(
-    ("precision", "half"), [("bf16", "auto"), ("fp8", "expanded"), ("fp8", "gathered"), ("fp8_bwd", "auto")]
+    ("precision", "half"),
+    [
+        ("bf16", "auto"),
+        ("fp8", "expanded"),
+        ("fp8", "gathered"),
+        ("fp8", "copied"),
+        ("fp8_bwd", "auto"),
+    ],
 )
 def test_a_recomputation_that_ends_early_is_overtaken_by_its_backward(rank_pool, precision, half):
     for same, plain, early, late in rank_pool(2, "cuda").run(_recomputed, precision, half):

@@ -122,6 +122,41 @@ def on_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_copies, "_copy", gpu.work("copies"))
 
 
+def forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 of two, which gathers, up to its y."""
+    shape = PlanShape(2, RANK, 1, 2, TOKENS, 64)
+    tokens, words = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int64)
+    workspace = SimpleNamespace(
+        geometry=SimpleNamespace(world=2, max_tokens=TOKENS), x=tokens, rows8=tokens, scales=tokens[:, :1],
+        peers_rows8=(tokens,), peers_scales=(tokens[:, :1],), delta=words, state=words, ids=words,
+        weights=words, report=words, mail=words, memory=tokens, leave=lambda: None, refuse=gpu.work("refuse"),
+        suspend=lambda _: None, resume=lambda _: None,
+    )  # fmt: skip
+    monkeypatch.setattr(fp8_backend, "_prepare", lambda _: (workspace, shape))
+    room = fp8_backend._room_for_peers
+    monkeypatch.setattr(fp8_backend, "_room_for_peers", gpu.work("memory", room))
+    monkeypatch.setattr(fp8_backend, "build_plans", gpu.work("plan"))
+
+    def gemm1(x: Any, *_: Any, gather: Any, **__: Any) -> Any:
+        assert x is None
+        for part in gather.parts():
+            gather.begin(part)
+            gpu.work(f"gemm1, part {part}")()
+        return torch.zeros(1), torch.zeros(1)
+
+    monkeypatch.setattr(fp8_backend, "gemm_up_fp8", gemm1)
+    w = torch.zeros(2, 128, 128, dtype=torch.bfloat16)
+    ids, weights = torch.zeros(TOKENS, 1, dtype=torch.int64), torch.zeros(TOKENS, 1)
+    config = MegaMoEConfig(backend="fused", precision="fp8")
+    call = MoECall(tokens, ids, weights, w, w, w, None, config, NEEDS["all"])
+    monkeypatch.setattr(MoECall, "world", 2)
+    backend = fp8_backend.Fp8FusedBackend()
+    backend.first_half = "copied"
+    quantized = SimpleNamespace(data=w, scale=w)
+    monkeypatch.setattr(backend.weights, "get", lambda *_: (quantized, quantized))
+    backend.begin(call).finish()
+
+
 def backward(monkeypatch: pytest.MonkeyPatch, wgrad: str, needs: Needs, precision: str = "fp8") -> None:
     shape = PlanShape(WORLD, RANK, 1, 2, TOKENS, 64)
     tokens = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
@@ -173,6 +208,18 @@ def test_a_peer_writes_where_a_copy_still_reads_or_a_gemm_waits_for_it(monkeypat
     assert reader not in before["combine"] or wgrad == "bf16"
     for gemm in {"dgrad2", "dgrad1", "dW2", "columns of dy"} & set(before):
         assert "copies" not in before[gemm], f"{gemm} has nothing to wait for"
+    assert gpu.main.seen == set(gpu.before), "the caller's stream ends before the call does"
+
+
+def test_a_forward_reads_rows_that_are_not_there_or_keeps_own_ones_waiting(monkeypatch):
+    monkeypatch.setattr(side, "_side_stream", Stream)
+    forward(monkeypatch)
+    before = gpu.before
+    assert gpu.order.index("memory") < gpu.order.index("open") and gpu.order.count("copies") == 2
+    assert {"publish", "open"} <= before["copies"] and "plan" not in before["copies"]
+    assert "plan" in before["gemm1, part 1"] and "copies" not in before["gemm1, part 1"]
+    assert {"copies", "gemm1, part 1"} <= before["gemm1, part 2"]
+    assert "copies" in before["combine"], "a peer that has its sums may write to its tokens"
     assert gpu.main.seen == set(gpu.before), "the caller's stream ends before the call does"
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from ..backends.hopper.fp8_dispatch import Dispatch, progress_words
 from ..backends.hopper.fp8_gather import Gathered
 from ..backends.hopper.fp8_gemm import Fp8Rows
+from ..backends.hopper.peer_copies import PeerTokens
+from ..backends.hopper.tiles import BLOCK_M
 from ..routing import RoutingPlan
 
 Tokens = tuple[Tensor, Tensor]
@@ -28,19 +30,34 @@ class DispatchCase(NamedTuple):
         return self.dispatch.plan.row_slot >= 0
 
     def gathered(self) -> Gathered:
-        """The same rows as tokens, those of the peers as they would be received."""
-        plan, pool = self.dispatch.plan, self.pool
+        """The same rows as tokens, those of the peers as copies of them."""
+        plan, shape = self.dispatch.plan, self.dispatch.plan.shape
+        if shape.world == 1:
+            return Gathered(plan, self.dispatch.local, None, None)
+        data = self.pool.data.new_empty(shape.recv_rows, self.pool.data.shape[2])
+        scale = self.pool.scale.new_full((shape.recv_rows, self.pool.scale.shape[1]), float("nan"))
+        data.view(torch.uint8).fill_(0xFF)
         came = (plan.row_source <= -2).nonzero().flatten()
-        place, count = -2 - plan.row_source[came].long(), int(plan.recv_count)
-        data = pool.data.new_empty(count, pool.data.shape[2])
-        scale = pool.scale.new_empty(count, pool.scale.shape[1])
-        data.view(torch.uint8)[place] = pool.data.view(torch.uint8)[0, came]
-        scale[place] = pool.scale[0, :, came].t()
-        return Gathered(self.dispatch.local, (data, scale), plan.row_source)
+        of_rank = plan.row_slot[came].long() // shape.top_k
+        source, token = of_rank // shape.max_tokens, of_rank % shape.max_tokens
+        at = (source - (source > shape.rank).long()) * shape.max_tokens + token
+        data.view(torch.uint8)[at] = self.pool.data.view(torch.uint8)[0, came]
+        scale[at] = self.pool.scale[0, :, came].t()
+        return Gathered(plan, self.dispatch.local, PeerTokens(data, scale, None), own_first_reference(plan))
 
     def again(self) -> Dispatch:
         """For one more launch."""
         return self.dispatch._replace(progress=torch.zeros_like(self.dispatch.progress))
+
+
+def own_first_reference(plan: RoutingPlan) -> Tensor:
+    """(1 + max_tiles,) int32: what `build_plans` says of the plan's tiles, -1 where it says nothing."""
+    used = int(plan.num_tiles)
+    own = plan.row_source.view(-1, BLOCK_M)[:used].ge(-1).all(1).cpu()
+    order = torch.cat([own.nonzero().flatten(), (~own).nonzero().flatten()])
+    table = torch.full((1 + plan.shape.max_tiles,), -1, dtype=torch.int32)
+    table[0], table[1 : 1 + used] = own.sum(), order
+    return table.to(plan.flat.device)
 
 
 def make_dispatch(plan: RoutingPlan, tokens: Sequence[Tokens]) -> DispatchCase:

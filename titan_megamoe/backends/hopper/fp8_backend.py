@@ -1,8 +1,8 @@
 """The fused backend in every precision: bf16, and `fp8` and `fp8_bwd` as docs/design_fp8.md draws them.
 
 Forward (`fp8`): tokens are quantized where they are, cross NVLink as e4m3 and scales, and are expanded into
-the pool, before GEMM1 or inside it; nothing but the plan and the pre-activations is saved. `fp8_bwd` has the
-forward of bf16 and keeps the tokens that it received.
+the pool, before GEMM1 or inside it, or gathered by it; nothing but the plan and the pre-activations is
+saved. `fp8_bwd` has the forward of bf16 and keeps the tokens that it received.
 
 Backward: dy crosses in bf16 where w2 needs a gradient and is quantized on arrival, else as e4m3; x crosses
 in bf16 once more where w1 or w3 do (not in `fp8_bwd`). With bf16 weight gradients both are expanded into
@@ -35,11 +35,12 @@ from .combine_cuda import combine_kernel, takes
 from .expand import expand
 from .fp8_dispatch import MAX_TOP_K, Dispatch, progress_words
 from .fp8_expand import expand_both, expand_fp8, expand_kept, receive
+from .fp8_gather import Gathered
 from .fp8_gemm import Fp8Rows, gemm_down_backward_fp8, gemm_plain_fp8, gemm_up_fp8, why_no_kernels
 from .fp8_quantize import check_fp8_dims, quantize_rows
 from .fp8_weights import WeightCache
 from .fp8_wgrad import Fp8Columns, quantize_columns, wgrad_fp8
-from .peer_copies import PeerCopies, copy_from_peers
+from .peer_copies import PeerCopies, PeerTokens, copy_from_peers
 from .plan_kernels import build_plans
 from .side import beside, give_way, now
 from .symmetric import publish
@@ -49,9 +50,22 @@ CACHE_BYTES = 4 << 30
 """Bound on quantized weights kept between forward, recompute and backward."""
 
 
+MAX_GATHER_RANKS = 2
+"""Ranks up to which a forward gathers: copies take whole buffers of the peers, of which fewer rows are needed
+the more ranks there are, and own tokens, which hide them, are one part in so many."""
+
+
 class Fp8FusedBackend(FusedBackend):
+    """Adds a value of `first_half` for fp8: "copied", GEMM1 over tokens where they lie (fp8_gather.py), the
+    peers' brought by copy engines; where there are more than MAX_GATHER_RANKS as "auto". A trial.
+    """
+
     def __init__(self) -> None:
         self.weights = WeightCache(CACHE_BYTES)
+
+    def gathers(self, call: MoECall) -> bool:
+        """In fp8, whether GEMM1 reads tokens where they lie; the same bits either way."""
+        return self.first_half == "copied" and call.world <= MAX_GATHER_RANKS
 
     def expands(self, call: MoECall) -> bool:
         """In fp8, whether the expansion is a launch of its own; the same bits either way."""
@@ -81,7 +95,13 @@ class Fp8FusedBackend(FusedBackend):
         signature = _signature(call, shape, Phase.FORWARD if save else Phase.INFERENCE)
         with _unbroken(workspace, call.x.device):
             plan = RoutingPlan.empty(shape, call.x.device)
-            progress = None if self.expands(call) else plan.flat.new_zeros(progress_words(shape))
+            progress = own_first = peers = x8 = dispatch = gather = None
+            if self.gathers(call):
+                if shape.world > 1:
+                    own_first = plan.flat.new_empty(1 + shape.max_tiles)
+                    peers = _room_for_peers(workspace)
+            elif not self.expands(call):
+                progress = plan.flat.new_zeros(progress_words(shape))
             publish(
                 call.x, workspace.x, copy_x=False,
                 routing=(call.topk_ids, call.topk_weights, workspace.ids, workspace.weights,
@@ -89,19 +109,27 @@ class Fp8FusedBackend(FusedBackend):
             )  # fmt: skip
             local = _quantize_to_share(call.x, workspace)
             _open(workspace, plan, call, signature, backward=False)
+            if peers is not None:
+                opened = now()
             build_plans(
                 [plan], workspace.ids, workspace.weights, workspace.delta, workspace.state,
-                workspace.report, signature,
+                workspace.report, signature, own_first,
             )  # fmt: skip
+            if peers is not None:  # copied beside the plan, which the host has launched first
+                with beside(opened, call.x.device, head_start_ns=0) as copied:
+                    copy_from_peers(workspace.peers_rows8, shape.rank, peers.data)
+                    copy_from_peers(workspace.peers_scales, shape.rank, peers.scale)
+                peers = peers._replace(done=copied)
             w13, w2 = self.weights.get(call.w1, call.w3, call.w2)
-            dispatch = None
-            if progress is None:
+            if self.gathers(call):
+                gather = Gathered(plan, local, peers, own_first)
+            elif progress is None:
                 x8 = _dispatch(plan, local, workspace)
             else:
                 x8 = Fp8Rows.empty(1, shape.pool_rows, call.hidden, call.x.device)
                 dispatch = Dispatch(plan, local, _symmetric(workspace), workspace.delta, progress)
             h, gate_up = gemm_up_fp8(
-                x8, w13, plan.row_weight, plan.tiles, save=save, dispatch=dispatch,
+                x8, w13, plan.row_weight, plan.tiles, save=save, dispatch=dispatch, gather=gather,
                 reserved_sms=config.reserved_sms,
             )  # fmt: skip
 
@@ -224,6 +252,15 @@ def _dispatch(plan: RoutingPlan, local: tuple[Tensor, Tensor], workspace: Worksp
     """The pool's quantized rows, from this rank's and the peers' tokens."""
     remote = _symmetric(workspace)
     return expand_fp8(plan, local, remote or local, workspace.delta, from_peers=remote is not None)
+
+
+def _room_for_peers(workspace: Workspace) -> PeerTokens:
+    """Memory for copies of the peers' quantized tokens."""
+    rows8, scales = workspace.rows8, workspace.scales
+    rows = (workspace.geometry.world - 1) * workspace.geometry.max_tokens
+    return PeerTokens(
+        rows8.new_empty(rows, rows8.shape[1]), scales.new_empty(rows, scales.shape[1]), done=None
+    )  # fmt: skip
 
 
 def _symmetric(workspace: Workspace) -> tuple[Tensor, Tensor] | None:

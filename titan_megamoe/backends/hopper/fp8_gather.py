@@ -1,4 +1,10 @@
-"""GEMM1 over tokens that it gathers: where they lie (cuda/gather.cuh). A trial of scripts/fp8_check.py."""
+"""GEMM1 over quantized tokens where they lie (cuda/gather.cuh): what `gemm_up_fp8` needs instead of a pool.
+
+    row r of the pool = token row_slot[r] // K, with its scales
+
+Between ranks there are two launches: tiles of this rank's own tokens, while copy engines bring the peers',
+and the others once those are here.
+"""
 
 from __future__ import annotations
 
@@ -7,36 +13,64 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...errors import ConfigError
 from ...precision.quantize import BLOCK
+from ...routing import RoutingPlan
 from .gemm_common import check_matrix
 from .layout import cdiv
+from .peer_copies import PeerTokens
 
-KINDS = ("ptr",) * 5 + ("i32",)
+PART_ALL, PART_OWN, PART_OTHERS = 0, 1, 2  # as in cuda/gather.cuh
+KINDS = ("ptr",) * 6 + ("i32",) * 5
 
 
 class Gathered(NamedTuple):
-    """Quantized tokens, and which of them the pool's rows are.
+    """Where GEMM1 gets its rows from.
 
     Attributes:
+        plan: the call's plan.
         local: (T, H) e4m3 and (T, ⌈H/128⌉) fp32 of this rank's tokens.
-        received: as many of the peers, in the order of the receive buffer; None with one rank.
-        row_source: (P,) int32, as in a RoutingPlan.
+        peers: copies of the peers'; None with one rank.
+        own_first: (1 + max_tiles,) int32 of `build_plans`; None with one rank.
     """
 
+    plan: RoutingPlan
     local: tuple[Tensor, Tensor]
-    received: tuple[Tensor, Tensor] | None
-    row_source: Tensor
+    peers: PeerTokens | None
+    own_first: Tensor | None
 
     def check(self, rows: int, hidden: int) -> None:
-        """Raise ConfigError unless all tensors fit (P, H) rows."""
-        for name, tokens in (("local", self.local), ("received", self.received)):
-            if tokens is not None:
-                count = tokens[0].shape[0]
-                check_matrix(f"{name} data", tokens[0], (count, hidden), torch.float8_e4m3fn)
-                check_matrix(f"{name} scales", tokens[1], (count, cdiv(hidden, BLOCK)), torch.float32)
-        check_matrix("row_source", self.row_source, (rows,), torch.int32)
+        """Raise ConfigError unless all tensors fit the plan and (P, H) rows."""
+        shape = self.plan.shape
+        if shape.pool_rows != rows:
+            raise ConfigError(f"the plan has {shape.pool_rows} pool rows, but weight_R has {rows}")
+        if shape.world > 1 and (self.peers is None or self.own_first is None):
+            raise ConfigError(
+                f"rows gathered between {shape.world} ranks need copies of the peers' and own_first"
+            )
+        tokens = [("local", self.local, self.local[0].shape[0])]
+        if self.peers is not None:
+            tokens.append(("copied", (self.peers.data, self.peers.scale), shape.recv_rows))
+        for name, (data, scale), count in tokens:
+            check_matrix(f"{name} data", data, (count, hidden), torch.float8_e4m3fn)
+            check_matrix(f"{name} scales", scale, (count, cdiv(hidden, BLOCK)), torch.float32)
+        if self.own_first is not None:
+            check_matrix("own_first", self.own_first, (1 + shape.max_tiles,), torch.int32)
 
-    def arguments(self, hidden: int) -> tuple[Any, ...]:
+    def parts(self) -> tuple[int, ...]:
+        """The launches that make all rows."""
+        return (PART_ALL,) if self.peers is None else (PART_OWN, PART_OTHERS)
+
+    def begin(self, part: int) -> None:
+        """Order the current stream after what a launch of `part` reads."""
+        if part == PART_OTHERS and self.peers is not None and self.peers.done is not None:
+            self.peers.done.wait()
+
+    def arguments(self, part: int) -> tuple[Any, ...]:
         """The kernel's arguments, of KINDS."""
-        received = self.received or (None, None)
-        return self.local[0], received[0], self.local[1], received[1], self.row_source, hidden
+        shape = self.plan.shape
+        copied = (None, None) if self.peers is None else (self.peers.data, self.peers.scale)
+        return (
+            self.local[0], copied[0], self.local[1], copied[1], self.plan.row_slot, self.own_first, part,
+            self.local[0].shape[1], shape.top_k, shape.max_tokens, shape.rank,
+        )  # fmt: skip

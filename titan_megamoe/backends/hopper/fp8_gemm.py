@@ -30,7 +30,7 @@ from .cuda_kernels import (
 from .fp8_dispatch import KINDS as DISPATCH_KINDS
 from .fp8_dispatch import Dispatch
 from .fp8_gather import KINDS as GATHER_KINDS
-from .fp8_gather import Gathered
+from .fp8_gather import PART_ALL, Gathered
 from .fp8_quantize import QuantizedWeight, check_fp8_dims
 from .fp8_wgrad import Fp8Columns, padded_columns
 from .gemm_common import check_matrix, check_pool
@@ -100,7 +100,7 @@ VARIANTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("fp8_wgrad", ("FP32",)),
     ("fp8_columns", ()),
 )
-"""Every kernel that a call may need, and its macros."""
+"""Every kernel that a call may need, trials aside, and its macros."""
 
 
 def why_no_kernels() -> str | None:
@@ -122,7 +122,7 @@ def _check_weight(name: str, data: Tensor, scale: Tensor, shape: tuple[int, int,
 
 
 def gemm_up_fp8(
-    x: Fp8Rows,
+    x: Fp8Rows | None,
     w13: QuantizedWeight,
     weight_R: Tensor,
     tiles: PoolTiles,
@@ -135,13 +135,13 @@ def gemm_up_fp8(
     """Gate and up projections, SwiGLU and top-k weight, for the rows of the tiles in use.
 
     Args:
-        x: (1, P, H) rows; with `dispatch` memory for them, which this launch writes.
+        x: (1, P, H) rows; with `dispatch` memory for them, which this launch writes; with `gather` None.
         w13: 2e layers (I, H): W1 of all experts, then W3.
         weight_R: (P,) fp32 top-k weight of each row.
         tiles: the pool's tables; read on the device.
         save: also write the pre-activations that the backward needs.
         dispatch: where the rows come from; None: they are there.
-        gather: the tokens that the rows are, read as they lie, and x is not read.
+        gather: the tokens that the rows are, read as they lie; between ranks this makes two launches.
         reserved_sms: SMs left to other streams.
 
     Returns:
@@ -153,41 +153,45 @@ def gemm_up_fp8(
         UnsupportedError: no driver or no compiler (jit/).
     """
     layers, intermediate, hidden = w13.data.shape
-    rows, experts, device = x.data.shape[1], layers // 2, x.data.device
+    rows, experts, device = weight_R.shape[0], layers // 2, weight_R.device
     check_fp8_dims(hidden, intermediate)
     check_pool(tiles, rows, experts)
-    check_rows("x", x, 1, rows, hidden)
     _check_weight("w13", w13.data, w13.scale, (2 * experts, intermediate, hidden))
     check_matrix("weight_R", weight_R, (rows,), torch.float32)
-    h = Fp8Rows.empty(1, rows, intermediate, device)
-    gate_up = x.data.new_empty(2, rows, intermediate, dtype=torch.bfloat16) if save else None
+    if (x is None) != (gather is not None) or (gather is not None and dispatch is not None):
+        raise ConfigError(
+            "rows come from x, with or without dispatch, or from gather: give one of x and gather"
+        )
+    if x is not None:
+        check_rows("x", x, 1, rows, hidden)
     kinds: tuple[str, ...] = ("map",) * 4 + ("ptr",) * 4 + _TABLES + ("i32", "ptr")
-    source: tuple[Any, ...] = ()
     way: tuple[str, ...] = ()
-    if dispatch is not None and gather is not None:
-        raise ConfigError("dispatch and gather are two ways to the same rows; give one of them")
-    if dispatch is not None:
-        way = ("DISPATCH",)
-        dispatch.check(x.data)
-        kinds += DISPATCH_KINDS
-        source = dispatch.arguments(x.data, x.scale)
-    elif gather is not None:
-        way = ("GATHER",)
+    source: tuple[Any, ...] = ()
+    if gather is not None:
+        way, kinds = ("GATHER",), kinds + GATHER_KINDS
         gather.check(rows, hidden)
-        kinds += GATHER_KINDS
-        source = gather.arguments(hidden)
-    h_map = store_map(h.data)
-    launch(
-        "fp8_up", kinds,
-        (
-            operand_map(x.data), operand_map(w13.data), h_map,
-            h_map if gate_up is None else store_map(gate_up),
-            x.scale, w13.scale, h.scale, weight_R, tiles.tile_expert, tiles.num_tiles, rows, intermediate,
-            cdiv(hidden, BLOCK), experts, claims(device), *source,
-        ),
-        device, reserved_sms=reserved_sms,
-        defines=("SAVE",) * save + way,
+    elif dispatch is not None:
+        assert x is not None
+        way, kinds = ("DISPATCH",), kinds + DISPATCH_KINDS
+        dispatch.check(x.data)
+        source = dispatch.arguments(x.data, x.scale)
+    h = Fp8Rows.empty(1, rows, intermediate, device)
+    gate_up = weight_R.new_empty(2, rows, intermediate, dtype=torch.bfloat16) if save else None
+    h_map, w13_map = store_map(h.data), operand_map(w13.data)
+    arguments = (
+        w13_map if x is None else operand_map(x.data), w13_map, h_map,
+        h_map if gate_up is None else store_map(gate_up),
+        None if x is None else x.scale, w13.scale, h.scale, weight_R, tiles.tile_expert, tiles.num_tiles,
+        rows, intermediate, cdiv(hidden, BLOCK), experts, claims(device),
     )  # fmt: skip
+    for part in (PART_ALL,) if gather is None else gather.parts():
+        if gather is not None:
+            gather.begin(part)
+            source = gather.arguments(part)
+        launch(
+            "fp8_up", kinds, (*arguments, *source), device, reserved_sms=reserved_sms,
+            defines=("SAVE",) * save + way,
+        )  # fmt: skip
     return h, gate_up
 
 

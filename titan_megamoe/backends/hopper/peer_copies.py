@@ -25,6 +25,19 @@ class PeerCopies(NamedTuple):
     done: torch.cuda.Event
 
 
+class PeerTokens(NamedTuple):
+    """The peers' quantized tokens here, as `PeerCopies` has those in bf16.
+
+    Attributes:
+        data, scale: ((W - 1) · T_max, H) e4m3 and ((W - 1) · T_max, ⌈H/128⌉) fp32.
+        done: as there; None where they are there already.
+    """
+
+    data: Tensor
+    scale: Tensor
+    done: torch.cuda.Event | None
+
+
 def place(rank: int, own: int) -> int:
     """Of `rank`'s tokens among copies on rank `own`, in units of T_max rows."""
     return rank - (rank > own)
@@ -41,9 +54,9 @@ def copy_from_peers(peers: tuple[Tensor, ...], own: int, out: Tensor) -> None:
     In the order rank + 1, rank + 2, …: ranks in step read from different peers at every moment.
 
     Args:
-        peers: the buffers (T_max, H) of the peers, rank + 1 first (modulo W).
+        peers: the buffers (T_max, N) of the peers, rank + 1 first (modulo W).
         own: this rank.
-        out: ((W - 1) · T_max, H) to write.
+        out: ((W - 1) · T_max, N) to write.
     """
     parts = out.view(len(peers), *peers[0].shape).unbind()
     for i, peer in enumerate(peers):

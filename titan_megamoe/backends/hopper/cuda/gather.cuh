@@ -3,6 +3,9 @@
 //
 //     a[r] = data of row r's token,  scale of r = its scale of the block of K
 //
+// A call between ranks has two launches: PART_OWN takes the tiles of this rank's tokens only, PART_OTHERS all others,
+// when the peers' tokens have come.
+//
 // Eight lanes have a row, so that a warp reads 4 × 128 contiguous bytes; a lane's rows are 4 apart. Padding rows
 // are read as the tile's first row, which is a token's.
 //
@@ -20,24 +23,41 @@ static_assert(BLOCK == 16 * ROW_LANES, "a row of a stage");
 static_assert(FULL_ARRIVALS == 1 + GATHER_THREADS / 32, "of a stage");
 static_assert(CLAIMS, "those that multiply learn each tile from its first stage");
 
-struct Gathered {
-    const unsigned char* local;     // (T, H) e4m3, this rank's tokens
-    const unsigned char* received;  // (…, H), the peers' in the order of the receive buffer
-    const float* local_scale;       // (T, ⌈H/128⌉)
-    const float* received_scale;    // (…, ⌈H/128⌉)
-    const int* row_source;          // (P): t ≥ 0, token t; -2 - j, row j of received; -1 pads
-    int hidden, blocks;             // H, ⌈H/128⌉
+constexpr int PART_ALL = 0, PART_OWN = 1, PART_OTHERS = 2;
 
-    // Of row `row` of the pool, or of `first`, if it pads.
-    DEVICE int source(int row, int first) const {
-        const int own = __ldg(row_source + row);
-        return own == -1 ? first : own;
+struct Gathered {
+    const unsigned char* local;   // (T, H) e4m3, this rank's tokens
+    const unsigned char* copied;  // ((W - 1)·T_max, H), the peers', in the order of the ranks
+    const float* local_scale;     // (T, ⌈H/128⌉)
+    const float* copied_scale;    // ((W - 1)·T_max, ⌈H/128⌉)
+    const int* row_slot;          // (P): (source·T_max + t)·K + k; -1 pads
+    const int* own_first;         // how many tiles have own tokens only; all tiles, those first; unused in PART_ALL
+    int part, hidden, blocks;     // blocks = ⌈H/128⌉
+    int top_k, max_tokens, rank;  // K, T_max, this one
+
+    // The tile rows of this launch, and which the n-th of them is.
+    DEVICE u32 count(const int* num_tiles) const {
+        const u32 all = __ldg(num_tiles);
+        if (part == PART_ALL) return all;
+        return part == PART_OWN ? __ldg(own_first) : all - __ldg(own_first);
     }
-    DEVICE const unsigned char* data(int source) const {
-        return (source >= 0 ? local : received) + u64(u32(source >= 0 ? source : -2 - source)) * u32(hidden);
+    DEVICE u32 nth(u32 n) const {
+        if (part == PART_ALL) return n;
+        return __ldg(own_first + 1 + (part == PART_OWN ? 0 : __ldg(own_first)) + n);
     }
-    DEVICE const float* scales(int source) const {
-        return (source >= 0 ? local_scale : received_scale) + u64(u32(source >= 0 ? source : -2 - source)) * u32(blocks);
+
+    // Token of row `row` of the pool, or of `first`'s, if it pads: t ≥ 0 of this rank's, or -1 - j, row j of copied.
+    DEVICE int token(int row, int first) const {
+        const int slot = __ldg(row_slot + row);
+        const int flat = u32(slot < 0 ? __ldg(row_slot + first) : slot) / u32(top_k), mine = rank * max_tokens;
+        if (flat < mine) return -1 - flat;
+        return flat < mine + max_tokens ? flat - mine : -1 - (flat - max_tokens);
+    }
+    DEVICE const unsigned char* data(int token) const {
+        return (token >= 0 ? local : copied) + u64(u32(token >= 0 ? token : -1 - token)) * u32(hidden);
+    }
+    DEVICE const float* scales(int token) const {
+        return (token >= 0 ? local_scale : copied_scale) + u64(u32(token >= 0 ? token : -1 - token)) * u32(blocks);
     }
 };
 
@@ -56,24 +76,27 @@ DEVICE void fill_gathering(const Problem& p, const Shared& s, const TensorMap& b
     const bool fills = thread == 0;
     const Claims claims{p.claims};
     const Tiles tiles = p.tiles();
+    const u32 units = g.count(p.num_tiles) * tiles.column_tiles;
     Position at, ready;
     bool under_way = false;  // a stage that is not announced yet
     u32 next = fills ? claims.next() : 0;
     for (;;) {
         barrier_wait(s.empty(at.stage), at.round ^ 1);
         const u32 header = s.scales(at.stage) + HEADER_AT;
-        if (fills) store_shared_words(header, next < tiles.count() ? next : NO_TILE, 0);
+        if (fills) {
+            const u32 n = next / tiles.column_tiles;
+            store_shared_words(header, next < units ? next + (g.nth(n) - n) * tiles.column_tiles : NO_TILE, 0);
+        }
         sync_threads<GATHER_THREADS>();
         const u32 unit = load_shared_word(header);
         if (unit == NO_TILE) break;
         if (fills) next = claims.next();  // its way lies under this tile
         const Tile tile = tiles.tile(unit);
-        const int first = __ldg(g.row_source + tile.row);
         const unsigned char* from[ROW_LOADS];
 #pragma unroll
         for (int i = 0; i < ROW_LOADS; ++i)
-            from[i] = g.data(g.source(tile.row + first_row + 4 * i, first)) + 16 * unit_of_row;
-        const float* scale_from = g.scales(g.source(tile.row + thread, first));
+            from[i] = g.data(g.token(tile.row + first_row + 4 * i, tile.row)) + 16 * unit_of_row;
+        const float* scale_from = g.scales(g.token(tile.row + thread, tile.row));
         const float* left_scales = p.weight_scales(tile.expert, tile.column);
         const float* right_scales = p.weight_scales(tile.expert + p.right_layer, tile.column);
         float left = __ldg(left_scales), right = __ldg(right_scales);
