@@ -84,6 +84,8 @@ class PlanShape:
             "call": 1,
             "tokens": self.world,
             "tile_expert": self.max_tiles,
+            "own_tiles": 1,
+            "tile_order": self.max_tiles,
             "row_source": self.pool_rows,
             "row_slot": self.pool_rows,
             "row_weight": self.pool_rows,
@@ -129,6 +131,8 @@ class RoutingPlan:
         call: (1,) number of the forward call, the same on all ranks.
         tokens: (W,) T of each rank.
         tile_expert: (max_tiles,) expert of each tile.
+        own_tiles: (1,) tiles in use that hold rows of this rank's tokens only (and padding).
+        tile_order: (max_tiles,) the tiles in use, those before the others.
         row_source: (P,) for each pool row: t ≥ 0, a token of this rank; -2 - j, row j of the receive buffer;
             -1, padding.
         row_slot: (P,) (source · T_max + t) · K + k of each pool row; -1 for padding.
@@ -148,6 +152,8 @@ class RoutingPlan:
     call: Tensor
     tokens: Tensor
     tile_expert: Tensor
+    own_tiles: Tensor
+    tile_order: Tensor
     row_source: Tensor
     row_slot: Tensor
     row_weight: Tensor
@@ -216,5 +222,9 @@ def plan_reference(ids: Sequence[Tensor], weights: Sequence[Tensor], shape: Plan
         plan.tile_expert[start // BLOCK_M : start // BLOCK_M + used] = expert
         start += used * BLOCK_M
     plan.offs[e] = start
-    plan.num_tiles.fill_(start // BLOCK_M)
+    used = start // BLOCK_M
+    plan.num_tiles.fill_(used)
+    own = plan.row_source.view(-1, BLOCK_M)[:used].ge(-1).all(dim=1)
+    plan.own_tiles.fill_(own.sum())
+    plan.tile_order[:used] = torch.cat([own.nonzero().flatten(), (~own).nonzero().flatten()])
     return plan

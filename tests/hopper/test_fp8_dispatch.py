@@ -166,7 +166,6 @@ def test_misfitting_tensors_are_misread_instead_of_refused():
     refused("progress is", progress=dispatch.progress[:-1])
     gathered, tables = case.gathered(), (w13, plan.row_weight, plan.tiles)
     for changed, match in (
-        (gathered._replace(own_first=gathered.own_first[:-1]), "own_first is"),
         (
             gathered._replace(peers=gathered.peers._replace(scale=gathered.peers.scale[1:])),
             "copied scales is",

@@ -70,7 +70,6 @@ def calls(world: int, hidden: int, intermediate: int):
         "meet": lambda: meet(*mail, signature=1, timeout_s=5.0, point=TOKENS, **me),
         "refuse_call": lambda: refuse_call(*mail[:3], **me),
         "plan": lambda: build_plans([plan], ids.int(), weights, *routing),
-        "plan_own_first": lambda: build_plans([plan], ids.int(), weights, *routing, words[0]),
         "plan_passes": lambda: build_plans([plan, second], ids.int(), weights, *routing),
         "dispatch": lambda: gather(out_gu=gate_up),
         "dispatch_inference": lambda: gather(out_gu=None),
@@ -101,7 +100,7 @@ def test_kernel_spills_registers_or_misses_the_tensor_cores(name, world, hidden,
     if call is None:
         pytest.skip("fp8 takes multiples of 16")
     kernels = compile_launches(call)
-    assert len(kernels) == {"plan": 4, "plan_own_first": 4, "plan_passes": 6}.get(name, 1)
+    assert len(kernels) == {"plan": 4, "plan_passes": 6}.get(name, 1)
     for kernel in kernels:
         assert kernel.spill_bytes == 0, f"{kernel.name} spills {kernel.spill_bytes} bytes a thread"
         assert kernel.shared_bytes <= SHARED_BYTES

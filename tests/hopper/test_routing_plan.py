@@ -30,13 +30,6 @@ sys.path[:0] = {path!r}
 from titan_megamoe.routing import PlanShape, RoutingPlan, plan_reference
 from titan_megamoe.backends.hopper import plan_kernels
 
-def check_own_first(plan, table):
-    tiles, sources = range(int(plan.num_tiles)), plan.row_source.view(-1, 128)
-    own = [t for t in tiles if sources[t].ge(-1).all()]
-    assert table[0] == len(own), (table, own)
-    assert table[1 : 1 + len(tiles)] == own + [t for t in tiles if t not in own], (table, own)
-    assert all(word == -1 for word in table[1 + len(tiles) :])
-
 def run(world, rank, top_k, e, tokens, routing, bad=False, bound=0, chunk=16, passes=False):
     g = torch.Generator().manual_seed(1)
     E, t_max = world * e, max(max(tokens), 1)
@@ -76,12 +69,9 @@ def run(world, rank, top_k, e, tokens, routing, bad=False, bound=0, chunk=16, pa
     plan_kernels.CHUNK_TOKENS = chunk
     if passes:
         plan.call.fill_(5)
-    own_first = None if passes or world == 1 else torch.full((1 + shape.max_tiles,), -1, dtype=torch.int32)
-    plan_kernels.build_plans(plans, *symmetric, own_first)
+    plan_kernels.build_plans(plans, *symmetric)
     if passes:
         return plans, ids, weights
-    if own_first is not None:
-        check_own_first(plan, own_first.tolist())
     return plan, (plan_reference(ids, weights, shape) if not (bad or bound) else None), state, report
 
 """

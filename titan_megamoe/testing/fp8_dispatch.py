@@ -12,7 +12,6 @@ from ..backends.hopper.fp8_dispatch import Dispatch, progress_words
 from ..backends.hopper.fp8_gather import Gathered
 from ..backends.hopper.fp8_gemm import Fp8Rows
 from ..backends.hopper.peer_copies import PeerTokens
-from ..backends.hopper.tiles import BLOCK_M
 from ..routing import RoutingPlan
 
 Tokens = tuple[Tensor, Tensor]
@@ -33,7 +32,7 @@ class DispatchCase(NamedTuple):
         """The same rows as tokens, those of the peers as copies of them."""
         plan, shape = self.dispatch.plan, self.dispatch.plan.shape
         if shape.world == 1:
-            return Gathered(plan, self.dispatch.local, None, None)
+            return Gathered(plan, self.dispatch.local, None)
         data = self.pool.data.new_empty(shape.recv_rows, self.pool.data.shape[2])
         scale = self.pool.scale.new_full((shape.recv_rows, self.pool.scale.shape[1]), float("nan"))
         data.view(torch.uint8).fill_(0xFF)
@@ -43,21 +42,11 @@ class DispatchCase(NamedTuple):
         at = (source - (source > shape.rank).long()) * shape.max_tokens + token
         data.view(torch.uint8)[at] = self.pool.data.view(torch.uint8)[0, came]
         scale[at] = self.pool.scale[0, :, came].t()
-        return Gathered(plan, self.dispatch.local, PeerTokens(data, scale, None), own_first_reference(plan))
+        return Gathered(plan, self.dispatch.local, PeerTokens(data, scale, None))
 
     def again(self) -> Dispatch:
         """For one more launch."""
         return self.dispatch._replace(progress=torch.zeros_like(self.dispatch.progress))
-
-
-def own_first_reference(plan: RoutingPlan) -> Tensor:
-    """(1 + max_tiles,) int32: what `build_plans` says of the plan's tiles, -1 where it says nothing."""
-    used = int(plan.num_tiles)
-    own = plan.row_source.view(-1, BLOCK_M)[:used].ge(-1).all(1).cpu()
-    order = torch.cat([own.nonzero().flatten(), (~own).nonzero().flatten()])
-    table = torch.full((1 + plan.shape.max_tiles,), -1, dtype=torch.int32)
-    table[0], table[1 : 1 + used] = own.sum(), order
-    return table.to(plan.flat.device)
 
 
 def make_dispatch(plan: RoutingPlan, tokens: Sequence[Tokens]) -> DispatchCase:

@@ -95,11 +95,9 @@ class Fp8FusedBackend(FusedBackend):
         signature = _signature(call, shape, Phase.FORWARD if save else Phase.INFERENCE)
         with _unbroken(workspace, call.x.device):
             plan = RoutingPlan.empty(shape, call.x.device)
-            progress = own_first = peers = x8 = dispatch = gather = None
+            progress = peers = x8 = dispatch = gather = None
             if self.gathers(call):
-                if shape.world > 1:
-                    own_first = plan.flat.new_empty(1 + shape.max_tiles)
-                    peers = _room_for_peers(workspace)
+                peers = _room_for_peers(workspace) if shape.world > 1 else None
             elif not self.expands(call):
                 progress = plan.flat.new_zeros(progress_words(shape))
             publish(
@@ -113,7 +111,7 @@ class Fp8FusedBackend(FusedBackend):
                 opened = now()
             build_plans(
                 [plan], workspace.ids, workspace.weights, workspace.delta, workspace.state,
-                workspace.report, signature, own_first,
+                workspace.report, signature,
             )  # fmt: skip
             if peers is not None:  # copied beside the plan, which the host has launched first
                 with beside(opened, call.x.device, head_start_ns=0) as copied:
@@ -122,7 +120,7 @@ class Fp8FusedBackend(FusedBackend):
                 peers = peers._replace(done=copied)
             w13, w2 = self.weights.get(call.w1, call.w3, call.w2)
             if self.gathers(call):
-                gather = Gathered(plan, local, peers, own_first)
+                gather = Gathered(plan, local, peers)
             elif progress is None:
                 x8 = _dispatch(plan, local, workspace)
             else:

@@ -21,7 +21,7 @@ from .layout import cdiv
 from .peer_copies import PeerTokens
 
 PART_ALL, PART_OWN, PART_OTHERS = 0, 1, 2  # as in cuda/gather.cuh
-KINDS = ("ptr",) * 6 + ("i32",) * 5
+KINDS = ("ptr",) * 7 + ("i32",) * 5
 
 
 class Gathered(NamedTuple):
@@ -31,31 +31,25 @@ class Gathered(NamedTuple):
         plan: the call's plan.
         local: (T, H) e4m3 and (T, ⌈H/128⌉) fp32 of this rank's tokens.
         peers: copies of the peers'; None with one rank.
-        own_first: (1 + max_tiles,) int32 of `build_plans`; None with one rank.
     """
 
     plan: RoutingPlan
     local: tuple[Tensor, Tensor]
     peers: PeerTokens | None
-    own_first: Tensor | None
 
     def check(self, rows: int, hidden: int) -> None:
         """Raise ConfigError unless all tensors fit the plan and (P, H) rows."""
         shape = self.plan.shape
         if shape.pool_rows != rows:
             raise ConfigError(f"the plan has {shape.pool_rows} pool rows, but weight_R has {rows}")
-        if shape.world > 1 and (self.peers is None or self.own_first is None):
-            raise ConfigError(
-                f"rows gathered between {shape.world} ranks need copies of the peers' and own_first"
-            )
+        if shape.world > 1 and self.peers is None:
+            raise ConfigError(f"rows gathered between {shape.world} ranks need copies of the peers' tokens")
         tokens = [("local", self.local, self.local[0].shape[0])]
         if self.peers is not None:
             tokens.append(("copied", (self.peers.data, self.peers.scale), shape.recv_rows))
         for name, (data, scale), count in tokens:
             check_matrix(f"{name} data", data, (count, hidden), torch.float8_e4m3fn)
             check_matrix(f"{name} scales", scale, (count, cdiv(hidden, BLOCK)), torch.float32)
-        if self.own_first is not None:
-            check_matrix("own_first", self.own_first, (1 + shape.max_tiles,), torch.int32)
 
     def parts(self) -> tuple[int, ...]:
         """The launches that make all rows."""
@@ -71,6 +65,6 @@ class Gathered(NamedTuple):
         shape = self.plan.shape
         copied = (None, None) if self.peers is None else (self.peers.data, self.peers.scale)
         return (
-            self.local[0], copied[0], self.local[1], copied[1], self.plan.row_slot, self.own_first, part,
-            self.local[0].shape[1], shape.top_k, shape.max_tokens, shape.rank,
+            self.local[0], copied[0], self.local[1], copied[1], self.plan.row_slot, self.plan.own_tiles,
+            self.plan.tile_order, part, self.local[0].shape[1], shape.top_k, shape.max_tokens, shape.rank,
         )  # fmt: skip

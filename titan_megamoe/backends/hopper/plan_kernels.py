@@ -154,11 +154,10 @@ def _report(report_ptr, code, signature, peer, expected, seen, call):
 def _layout_kernel(
     total_ptr, state_ptr, report_ptr, signature, max_routed_rows, max_tiles,
     offs_ptr, counts_ptr, num_tiles_ptr, recv_count_ptr, ok_ptr, tile_expert_ptr,
-    row_source_ptr, row_slot_ptr, row_weight_ptr, base_ptr, own_first_ptr, hist_ptr, num_chunks,
-    chunks_per_rank, pass_index, window_chunks,
+    own_tiles_ptr, tile_order_ptr, row_source_ptr, row_slot_ptr, row_weight_ptr, base_ptr, hist_ptr,
+    num_chunks, chunks_per_rank, pass_index, window_chunks,
     WORLD: tl.constexpr, WORLD_P: tl.constexpr, E_LOCAL: tl.constexpr, E_P: tl.constexpr,
-    PASSES: tl.constexpr, OWN_FIRST: tl.constexpr, BLOCK_M: tl.constexpr, CODE_BAD_ID: tl.constexpr,
-    CODE_ROUTED_ROWS: tl.constexpr,
+    PASSES: tl.constexpr, BLOCK_M: tl.constexpr, CODE_BAD_ID: tl.constexpr, CODE_ROUTED_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Block t: tile t and its padding. Block 0 also: the tables per expert, the verdict, its report.
 
@@ -184,13 +183,20 @@ def _layout_kernel(
             hist_ptr, total_ptr, E_LOCAL + expert, first, last, WORLD, num_chunks, chunks_per_rank, known,
             WORLD,
         )  # fmt: skip
+        own = _in_window(
+            hist_ptr, total_ptr, expert, first, last, 1, num_chunks, chunks_per_rank, known, WORLD
+        )
     else:
         count = tl.load(total_ptr + expert, mask=known, other=0)
         received = tl.load(total_ptr + E_LOCAL + expert, mask=known, other=0)
+        # This rank's chunks come first, so rows of the chunks before the next rank's first one are its own.
+        own = _before(hist_ptr, total_ptr, expert, chunks_per_rank, num_chunks, known)
     count = tl.where(ok, count, 0)
     tiles = (count + BLOCK_M - 1) // BLOCK_M
     last = tl.cumsum(tiles, axis=0)
     num_tiles = tl.sum(tiles, axis=0)
+    own_tiles = tl.where(own >= count, tiles, own // BLOCK_M)  # without a row of a peer
+    all_own = tl.sum(own_tiles, axis=0)
     if tile == 0:
         received = tl.where(ok, received, 0)
         received_last = tl.cumsum(received, axis=0)
@@ -200,6 +206,7 @@ def _layout_kernel(
         tl.store(base_ptr + expert, (last - tiles) * BLOCK_M, mask=known)
         tl.store(base_ptr + E_LOCAL + expert, received_last - received, mask=known)
         tl.store(num_tiles_ptr, num_tiles)
+        tl.store(own_tiles_ptr, all_own)
         tl.store(recv_count_ptr, tl.sum(received, axis=0))
         tl.store(ok_ptr, mode)
         if (given_up == 0) & (ok == 0):
@@ -224,21 +231,12 @@ def _layout_kernel(
         tl.store(row_source_ptr + row, minus_one, mask=padding)
         tl.store(row_slot_ptr + row, minus_one, mask=padding)
         tl.store(row_weight_ptr + row, tl.zeros([BLOCK_M], tl.float32), mask=padding)
-    if OWN_FIRST:
-        # This rank's chunks come first, so an expert's rows of the chunks before a peer's first are its own.
-        own = tl.load(hist_ptr + expert * num_chunks + chunks_per_rank, mask=known, other=0)
-        own_tiles = tl.where(own >= count, tiles, own // BLOCK_M)
-        num_own = tl.sum(own_tiles, axis=0)
-        if tile == 0:
-            tl.store(own_first_ptr, num_own)
-        if tile < num_tiles:
-            # Tiles and own tiles of the experts before this tile's.
-            first = tl.sum(tl.where(last <= tile, tiles, 0), axis=0)
-            first_own = tl.sum(tl.where(last <= tile, own_tiles, 0), axis=0)
-            here = tl.sum(tl.where((last > tile) & (last - tiles <= tile), own_tiles, 0), axis=0)
-            nth = tile - first
-            at = tl.where(nth < here, first_own + nth, num_own + tile - first_own - here)
-            tl.store(own_first_ptr + 1 + at, tile)
+        # Own tiles of the experts before this tile's, and of that one.
+        first_own = tl.sum(tl.where(last <= tile, own_tiles, 0), axis=0)
+        here = tl.sum(tl.where(expert == mine, own_tiles, 0), axis=0)
+        nth = tile - start // BLOCK_M
+        at = tl.where(nth < here, first_own + nth, all_own + tile - first_own - here)
+        tl.store(tile_order_ptr + at, tile)
 
 
 @triton.jit
@@ -339,7 +337,6 @@ def build_plans(
     state: Tensor,
     report: Tensor,
     signature: int,
-    own_first: Tensor | None = None,
 ) -> None:
     """Fill the plan of each pass on the current stream: all tables but `tokens` of the first.
 
@@ -355,11 +352,9 @@ def build_plans(
         state: this rank's device state, see `symmetric`.
         report: (status.WORDS,) int32, where a fault is reported.
         signature: of the call, for the report.
-        own_first: (1 + max_tiles,) int32 to write, of a plan of one pass between ranks: how many tiles have
-            rows of this rank's tokens only, then all tiles, those before the others. None: not needed.
     """
     shape, tokens = plans[0].shape, plans[0].tokens
-    sizes = _sizes(shape, len(plans), own_first is not None)
+    sizes = _sizes(shape, len(plans))
     per_rank, num_chunks, columns = sizes.per_rank, sizes.num_chunks, sizes.columns
     scratch = torch.empty(sum(sizes.scratch), dtype=torch.int32, device=tokens.device)
     hist, total, base = scratch.split_with_sizes(sizes.scratch)
@@ -371,8 +366,8 @@ def build_plans(
         launch_triton(sizes.layout, (shape.max_tiles,),
             total, state, report, signature, shape.max_routed_rows, shape.max_tiles,
             plan.offs, plan.counts, plan.num_tiles, plan.recv_count, plan.ok, plan.tile_expert,
-            plan.row_source, plan.row_slot, plan.row_weight, base, base if own_first is None else own_first,
-            hist, num_chunks, per_rank, index, sizes.window_chunks,
+            plan.own_tiles, plan.tile_order, plan.row_source, plan.row_slot, plan.row_weight, base, hist,
+            num_chunks, per_rank, index, sizes.window_chunks,
         )  # fmt: skip
         launch_triton(sizes.fill, (num_chunks,),
             ids, weights, delta, tokens, hist, total, base, plan.ok, num_chunks, per_rank,
@@ -406,7 +401,7 @@ class _Sizes(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _sizes(shape: PlanShape, passes: int, own_first: bool) -> _Sizes:
+def _sizes(shape: PlanShape, passes: int) -> _Sizes:
     per_rank = cdiv(max(shape.max_tokens, 1), CHUNK_TOKENS)
     num_chunks = per_rank * shape.world
     e, world = shape.num_local_experts, shape.world
@@ -422,9 +417,8 @@ def _sizes(shape: PlanShape, passes: int, own_first: bool) -> _Sizes:
         scratch=[columns * num_chunks, columns, 2 * e],
         histogram=Bound(_histogram_kernel, WORLD_P=world_p, **ranks),
         layout=Bound(
-            _layout_kernel, WORLD=world, WORLD_P=world_p, E_LOCAL=e, E_P=e_p, PASSES=passes,
-            OWN_FIRST=own_first, BLOCK_M=BLOCK_M, CODE_BAD_ID=status.BAD_ID,
-            CODE_ROUTED_ROWS=status.ROUTED_ROWS, num_warps=4,
+            _layout_kernel, WORLD=world, WORLD_P=world_p, E_LOCAL=e, E_P=e_p, PASSES=passes, BLOCK_M=BLOCK_M,
+            CODE_BAD_ID=status.BAD_ID, CODE_ROUTED_ROWS=status.ROUTED_ROWS, num_warps=4,
         ),
         fill=Bound(_fill_kernel, PASSES=passes, **ranks),
     )  # fmt: skip

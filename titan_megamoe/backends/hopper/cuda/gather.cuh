@@ -31,7 +31,8 @@ struct Gathered {
     const float* local_scale;     // (T, ⌈H/128⌉)
     const float* copied_scale;    // ((W - 1)·T_max, ⌈H/128⌉)
     const int* row_slot;          // (P): (source·T_max + t)·K + k; -1 pads
-    const int* own_first;         // how many tiles have own tokens only; all tiles, those first; unused in PART_ALL
+    const int* own_tiles;         // how many tiles have own tokens only
+    const int* tile_order;        // all tiles, those first
     int part, hidden, blocks;     // blocks = ⌈H/128⌉
     int top_k, max_tokens, rank;  // K, T_max, this one
 
@@ -39,11 +40,11 @@ struct Gathered {
     DEVICE u32 count(const int* num_tiles) const {
         const u32 all = __ldg(num_tiles);
         if (part == PART_ALL) return all;
-        return part == PART_OWN ? __ldg(own_first) : all - __ldg(own_first);
+        return part == PART_OWN ? __ldg(own_tiles) : all - __ldg(own_tiles);
     }
     DEVICE u32 nth(u32 n) const {
         if (part == PART_ALL) return n;
-        return __ldg(own_first + 1 + (part == PART_OWN ? 0 : __ldg(own_first)) + n);
+        return __ldg(tile_order + (part == PART_OWN ? 0 : __ldg(own_tiles)) + n);
     }
 
     // Token of row `row` of the pool, or of `first`'s, if it pads: t ≥ 0 of this rank's, or -1 - j, row j of copied.
