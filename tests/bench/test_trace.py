@@ -122,6 +122,21 @@ def test_kernels_land_in_another_phase_lane_or_iteration() -> None:
     assert from_lists(to_lists(events)) == events
 
 
+def test_an_fp8_layer_hides_that_its_gemm1_and_its_copies_read_peers() -> None:
+    def named(*names: str, before: str = "") -> list[tuple[str, str]]:
+        trace = _trace()
+        spans = [e for e in trace["traceEvents"] if e.get("cat") == "kernel"]
+        for span, name in zip(spans[1:], names, strict=False):
+            span["name"], span["cat"] = name, "gpu_memcpy" if name.startswith("Memcpy") else "kernel"
+        events = read_trace(trace, "forward 0", "backward 0", x_is_here=False, fused=True)
+        return [(e.label, e.kind) for e in events if e.phase == "forward"]
+
+    copy = "Memcpy PtoP (Device -> Device)"
+    assert named("fp8_up", "fp8_plain")[0] == ("dispatch + GEMM1", BOTH)
+    assert named("_expand_fp8_kernel", "fp8_up")[:2] == [("expand", WIRE), ("GEMM1", GEMM)]
+    assert named(copy, "fp8_up")[:2] == [("copy from peers", WIRE), ("GEMM1", GEMM)]
+
+
 def test_sums_count_what_is_hidden_as_exposed() -> None:
     s = sums(read_trace(_trace(), "forward 0", "backward 0", x_is_here=True))
     assert (s.forward, s.backward) == pytest.approx((0.7, 0.74))

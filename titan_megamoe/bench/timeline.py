@@ -76,13 +76,17 @@ def classify(kernel: str, *, local: bool = False) -> tuple[str, str] | None:
     raise AssertionError("the last pattern matches everything")
 
 
-def read_trace(trace: dict[str, Any], forward: str, backward: str, *, x_is_here: bool) -> list[Event]:
+def read_trace(
+    trace: dict[str, Any], forward: str, backward: str, *, x_is_here: bool, fused: bool = False
+) -> list[Event]:
     """The events that two annotated ranges launched, by start.
 
     Args:
         trace: a Chrome trace of torch.profiler with CPU and CUDA activities.
         forward, backward: names of the ranges (`record_function`).
         x_is_here: a backward's second expansion reads no peer (bf16, which keeps what it received).
+        fused: the fused op's, between ranks: GEMM1 in fp8 brings the peers' tokens itself where nothing has
+            before.
     """
     spans = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     ranges = {
@@ -106,13 +110,24 @@ def read_trace(trace: dict[str, Any], forward: str, backward: str, *, x_is_here:
     lanes: dict[int, int] = {}
     events: list[Event] = []
     expansions = 0
+    brought = {"forward": False, "backward": False}
     for e, name in found:
         phase = "forward" if name == forward else "backward"
         local = False
-        if phase == "backward" and re.match(r"_expand\w*_kernel", e["name"]):
+        expands = re.match(r"_expand\w*_kernel", e["name"]) is not None
+        if phase == "backward" and expands:
             expansions += 1
             local = x_is_here and expansions == 2
-        what = ("copy", MEMORY) if e["cat"] != "kernel" else classify(e["name"], local=local)
+        copies = e["cat"] == "gpu_memcpy" and "PtoP" in e["name"]
+        if copies:
+            what: tuple[str, str] | None = ("copy from peers", WIRE)
+        elif e["cat"] != "kernel":
+            what = ("copy", MEMORY)
+        else:
+            what = classify(e["name"], local=local)
+            if fused and e["name"] == "fp8_up" and not brought[phase]:
+                what = ("dispatch + GEMM1", BOTH)
+        brought[phase] |= copies or expands
         if what is None:
             continue
         lane = lanes.setdefault(e["args"]["stream"], len(lanes))

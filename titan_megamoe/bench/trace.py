@@ -73,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
             setting = Setting(shape, args.tokens, weights, group, mesh, config)
             implementation = build(label, setting)
             with implementation.trying():
-                events = _traced(implementation, setting, inputs)
+                fused = world > 1 and label.startswith("mega_moe")
+                events = _traced(implementation, setting, inputs, fused=fused)
             made.append(shared | to_record(implementation, events))
         except (MegaMoEError, ImportError) as error:
             failed += 1
@@ -108,7 +109,9 @@ def to_record(implementation: Implementation, events: list[Event]) -> dict[str, 
     }
 
 
-def _traced(implementation: Implementation, setting: Setting, inputs: LayerInputs) -> list[Event]:
+def _traced(
+    implementation: Implementation, setting: Setting, inputs: LayerInputs, *, fused: bool
+) -> list[Event]:
     """The events of the iteration of median length. Every rank runs it; all trace, so that none lags."""
     leaves = (inputs.x, inputs.weights, *setting.weights.all())
     lead = torch.zeros(1, device=setting.device)
@@ -137,7 +140,8 @@ def _traced(implementation: Implementation, setting: Setting, inputs: LayerInput
         trace = json.loads(path.read_text())
     x_is_here = implementation.precision != "fp8"
     every = [
-        read_trace(trace, f"forward {n}", f"backward {n}", x_is_here=x_is_here) for n in range(_ITERATIONS)
+        read_trace(trace, f"forward {n}", f"backward {n}", x_is_here=x_is_here, fused=fused)
+        for n in range(_ITERATIONS)
     ]
     every = sorted((events for events in every if events), key=lambda events: max(e.end for e in events))
     if not every:
