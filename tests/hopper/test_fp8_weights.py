@@ -174,7 +174,7 @@ def _sharded_steps(rank: int, shards: int, direct: bool) -> dict[str, object]:
     def step(when: str) -> None:
         """Forward, and a recomputation of each layer in the backward."""
         before = cache.quantize.runs
-        y = torch.ones(2, requires_grad=True)
+        y = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
         for layer in model:
             y = checkpoint(layer.forward if direct else layer, y, when, use_reentrant=False)
         y.sum().backward()

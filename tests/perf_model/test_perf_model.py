@@ -119,8 +119,12 @@ def test_recompute_costs_nothing(known, ac: str) -> None:
 
 
 def test_direct_experts_are_copied_by_fsdp_all_the_same(known) -> None:
-    copied, direct = _parts(_facts(), known), _parts(_facts(direct_experts=True), known)
-    assert direct["FSDP beside compute"] < copied["FSDP beside compute"]
+    copied, direct, in_bf16 = (
+        _parts(_facts(precision=precision, direct_experts=on), known)["FSDP beside compute"]
+        for precision, on in (("fp8", False), ("fp8", True), ("bf16", True))
+    )
+    assert direct < copied
+    assert direct < in_bf16, "the op casts for its bf16 kernels"
 
 
 def test_ranks_that_a_token_reaches_are_counted_wrongly() -> None:

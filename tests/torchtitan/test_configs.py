@@ -35,6 +35,7 @@ FOUND_AND_FIX = {
     "direct experts on shards": ("expert_parallel_degree is 2 on 4", "set expert_parallel_degree to 4"),
     "direct experts in replicas": ("replicate_degree is 2", "to 4 and data_parallel_replicate_degree to 1"),
     "direct experts too few": ("expert_parallel_degree is 2 on 4", "turn direct_experts off."),
+    "direct experts of deepep": ('backend = "deepep"', "turn one of the two off"),
     "direct experts offloaded": ("enable_cpu_offload", "turn one of the two off"),
     "direct experts with replica groups": ("[fault_tolerance] enable", "turn one of the two off"),
     "deepep without CUDA": ("CUDA", "all_to_all"),

@@ -65,6 +65,11 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "--model.flavor=six_experts",
         "--parallelism.expert_parallel_degree=2",
     ),
+    "direct experts of deepep": (
+        "--mega_moe.direct_experts",
+        "--mega_moe.backend=deepep",
+        "--parallelism.expert_parallel_degree=4",
+    ),
     "direct experts offloaded": (
         "--mega_moe.direct_experts",
         "--parallelism.expert_parallel_degree=4",

@@ -237,6 +237,10 @@ def _sharding(
     longer_than_a_layer = excess(gather.time, forward) + excess(gather.time + reduce.time, backward)
     exposed = first + last + longer_than_a_layer * (count - 1)
     hidden = (gather.twice().both(reduce)).slows() * max(count - 1, 0)
+    if facts.direct_experts and facts.precision == "bf16":  # then the op casts them itself, for each pass
+        local = count * model.expert_parameters / facts.ep
+        casts = cluster.rate("hbm").time(6.0 * local * (PASSES[facts.ac] + 1))
+        hidden = hidden + casts.doubted("casts of weights", 0.5)
     return hidden + table_gather.twice().both(table_reduce).slows(), exposed
 
 

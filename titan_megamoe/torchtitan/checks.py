@@ -96,7 +96,9 @@ def _refuse_direct_experts(job_config: Any, degrees: Degrees, dp_replicate: int,
     if not job_config.mega_moe.direct_experts:
         return
     on = "[mega_moe] direct_experts is on, but"
+    deepep = job_config.mega_moe.backend == "deepep"
     for wanted, option, what in (
+        (deepep, '[mega_moe] backend = "deepep"', "keeps a bf16 copy of what it is given for the backward"),
         (job_config.training.enable_cpu_offload, "[training] enable_cpu_offload", "keeps experts on the CPU"),
         (job_config.fault_tolerance.enable, "[fault_tolerance] enable", "averages gradients by FSDP's hooks"),
     ):
