@@ -120,7 +120,7 @@ def test_recompute_costs_nothing(known, ac: str) -> None:
 
 def test_direct_experts_are_copied_by_fsdp_all_the_same(known) -> None:
     copied, direct, in_bf16 = (
-        _parts(_facts(precision=precision, direct_experts=on), known)["FSDP beside compute"]
+        _parts(_facts(f"mega_moe_{precision}", direct_experts=on), known)["FSDP beside compute"]
         for precision, on in (("fp8", False), ("fp8", True), ("bf16", True))
     )
     assert direct < copied

@@ -51,8 +51,8 @@ class MegaMoE:
     """Take the expert weights as FSDP holds them, in fp32, without its casts and copies. Needs expert
     parallelism over all data-parallel ranks, so that FSDP's group for them has one, and another backend
     than deepep. The weights' gradients are not rounded to bf16 on their way, so losses differ in their last
-    digits. What is set on FSDP for the experts after the model was built (hooks, a divisor) has no effect. Not timed
-    on a GPU yet. TorchTitan 0.2 only.
+    digits. What is set on FSDP for the experts after the model was built (hooks, a divisor) has no effect.
+    Not timed on a GPU yet. TorchTitan 0.2 only.
     """
 
     def to_op_config(self, max_tokens_per_rank: int) -> MegaMoEConfig:
