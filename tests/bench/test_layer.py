@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from titan_megamoe import ConfigError, MegaMoEConfig, UnsupportedError, workspace_bytes
+from titan_megamoe.backends import get_backend
 from titan_megamoe.bench import ceilings, implementations, layer, records, tables
 from titan_megamoe.bench.ceilings import Ceilings
 from titan_megamoe.bench.implementations import Implementation, Setting, build
 from titan_megamoe.bench.inputs import make_inputs, make_weights
 from titan_megamoe.bench.shapes import ROUTINGS, SHAPES
+from titan_megamoe.testing.fp8_chain import reference_weights
 
 SHAPE, TOKENS = SHAPES["tiny"], 48
 GEMMS = {"gemm1": 2.0, "gemm2": 1.0, "dgrad2": 1.5, "dgrad1": 2.5, "wgrad2": 1.0, "wgrad1": 2.0}
@@ -84,7 +86,12 @@ def test_quantizing_weights_is_hidden_or_counted_twice(cpu: Setting, monkeypatch
     assert (fused.impl, fused.precision) == ("mega_moe", "fp8") and fused.quantize is not None
     assert build("mega_moe", cpu).quantize is None
     monkeypatch.setattr(layer, "build", lambda *_: replace(fused, quantize=lambda: quantized.append(1)))
+    cache = get_backend("fused").weights
+    monkeypatch.setattr(cache, "quantize", lambda weights: reference_weights([w.float() for w in weights]))
+    cache.get(*(w.detach() for w in cpu.weights.all()))
+    assert cache.num_bytes > 0
     made = _measured(cpu, "mega_moe@fp8/bf16")
+    assert cache.num_bytes == 0, "weights that another implementation quantized are not this one's memory"
     assert [r["phase"] for r in made] == ["forward", "backward", "weight_quant"] and quantized == [1]
     wanted = workspace_bytes(
         world=1, max_tokens_per_rank=TOKENS, top_k=SHAPE.top_k, hidden=SHAPE.hidden, precision="fp8"

@@ -79,7 +79,7 @@ def cells(rows: Rows) -> tuple[list[str], list[list[str]]]:
     """Header and cells of the table of curves."""
     curves = curves_of(rows)
     header = [
-        "job", "first loss", "final loss", "gap to the first job", "mean of |gap|", "largest |gap|",
+        "job", "first loss", "final loss", "gap to the first job", "mean distance", "largest distance",
         "last gradient norm", "broke",
     ]  # fmt: skip
     table = []

@@ -45,6 +45,7 @@ class Setting:
 class Implementation:
     """`label` as asked for; `impl`, `precision`, `wgrad_precision`, `num_sms`, `compile` as in a record.
 
+    forget: drop what calls keep between them, quantized weights, so that each run's memory counts its own.
     quantize: what an optimizer step costs beside forward and backward, since quantized weights are kept until
     the next one; None where nothing is kept. workspace_bytes: symmetric memory of a rank, which PyTorch's
     allocator does not count. trial: attributes of the fused backend while it is measured.
@@ -58,6 +59,7 @@ class Implementation:
     num_sms: int = 0
     compile: bool = False
     quantize: Callable[[], object] | None = None
+    forget: Callable[[], None] = lambda: None
     workspace_bytes: int = 0
     wgrad_precision: str = "bf16"
     trial: dict[str, object] = field(default_factory=dict)
@@ -152,7 +154,15 @@ def _with_costs(made: Implementation, setting: Setting) -> Implementation:
         w1, w3, w2 = (w.detach() for w in setting.weights.all())
         return quantize_weights([w1, w3]), quantize_weights([w2])
 
-    return replace(made, workspace_bytes=size, quantize=quantize)
+    def forget() -> None:
+        from ..backends import get_backend
+        from ..backends.hopper import Fp8FusedBackend
+
+        fused = get_backend("fused")
+        assert isinstance(fused, Fp8FusedBackend)
+        fused.weights.clear()
+
+    return replace(made, workspace_bytes=size, quantize=quantize, forget=forget)
 
 
 def _ours(setting: Setting, config: MegaMoEConfig) -> Callable[[LayerInputs], Tensor]:

@@ -113,6 +113,7 @@ def _measure(
 ) -> list[dict[str, Any]]:
     """Records of one implementation: forward, backward and quantization of weights, where it has them."""
     implementation = build(label, setting)
+    implementation.forget()
     torch.cuda.synchronize()
     base = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

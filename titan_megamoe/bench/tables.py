@@ -16,6 +16,20 @@ _NAMES = {
 }
 
 
+_ORDER = ["torchtitan", "deepep", "deep_gemm", "all_to_all", "reference", "mega_moe"]
+_PRECISIONS = ["bf16", "float8_rowwise", "fp8", "fp8_bwd"]
+
+
+def _place(r: dict[str, Any]) -> tuple[int, int, str]:
+    """Where a step stands in its table, in whatever order jobs ran: baselines first, then by precision."""
+    impl, precision = r["impl"], r["precision"]
+    return (
+        _ORDER.index(impl) if impl in _ORDER else len(_ORDER),
+        _PRECISIONS.index(precision) if precision in _PRECISIONS else len(_PRECISIONS),
+        "" if wgrad_precision(r) == precision else wgrad_precision(r),
+    )
+
+
 def name_of(r: dict[str, Any]) -> str:
     name = _NAMES.get(r["impl"], r["impl"])
     details = [r["precision"].replace("_", " ")]
@@ -59,7 +73,7 @@ def step_rows(steps: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
             f"{r['tokens_per_s_per_gpu']:,.0f}",
             f"{r['peak_bytes'] / 2**30:.1f}",
         ]
-        for r in steps
+        for r in sorted(steps, key=_place)
     ]
     return header, rows
 

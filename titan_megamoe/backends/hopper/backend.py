@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ...agreement import Phase, announce_refusal
 from ...config import MegaMoEConfig
+from ...errors import ConfigError
 from ...routing import PlanShape, RoutingPlan
 from ...workspace import Workspace, existing_workspace, get_workspace
 from ..base import Begun, Gradients, MoECall, StagedBackend
@@ -44,9 +45,8 @@ from .side import beside, join, now
 from .symmetric import READ, TOKENS, meet, open_call, publish
 from .wgrad import wgrad_down, wgrad_up
 
-EXPAND_FROM: int | None = None
-"""H · I from which GEMM1 over dense rows gains more than the expansion costs. None: from nowhere, as long as
-the dense GEMM is not faster than the gathering one."""
+FIRST_HALVES = ("auto", "gathered", "expanded", "copied")
+"""What `FusedBackend.first_half` can be."""
 
 
 class FusedBackend(StagedBackend):
@@ -55,7 +55,7 @@ class FusedBackend(StagedBackend):
     Attributes:
         first_half: what dispatch and GEMM1 of a forward are: "gathered" (one launch: dispatch_gemm1.py, in
             fp8 fp8_dispatch.py), "expanded" (rows into the pool first, then a dense GEMM), or "auto", which
-            decides from H and I, in fp8 for "gathered".
+            is "gathered"; in fp8 also "copied", a trial (fp8_backend.py). The same on all ranks.
         combine_in: "cuda" where a call in one pass can have that (combine_cuda.py), or "triton" for all; the
             same bits.
     """
@@ -67,18 +67,21 @@ class FusedBackend(StagedBackend):
     def expands(self, call: MoECall) -> bool:
         """Whether a forward expands its rows before GEMM1 instead of gathering them in it.
 
-        Results differ by rounding at most, what is saved not at all. Decided from the shapes alone, so all
-        ranks do the same.
+        Results differ by rounding at most, what is saved not at all.
+
+        Raises:
+            ConfigError: `first_half` is none of FIRST_HALVES.
         """
-        if self.first_half != "auto":
-            return self.first_half == "expanded"
-        return EXPAND_FROM is not None and call.hidden * call.intermediate >= EXPAND_FROM
+        if self.first_half not in FIRST_HALVES:
+            names = ", ".join(map(repr, FIRST_HALVES))
+            raise ConfigError(f"first_half is {self.first_half!r}, but must be one of {names}.")
+        return self.first_half == "expanded"
 
     def unavailable(
         self, device: torch.device, group: dist.ProcessGroup | None, config: MegaMoEConfig
     ) -> str | None:
         if config.precision != "bf16":
-            return f"its kernels compute in bf16, not {config.precision!r}, so far"
+            return f"it computes in bf16, not {config.precision!r}"
         if device.type != "cuda" or not torch.cuda.is_available():
             return f"it needs a Hopper GPU (compute capability 9.0), the device is {device.type!r}"
         capability = torch.cuda.get_device_capability(device)

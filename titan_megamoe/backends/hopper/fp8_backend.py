@@ -69,9 +69,8 @@ class Fp8FusedBackend(FusedBackend):
 
     def expands(self, call: MoECall) -> bool:
         """In fp8, whether the expansion is a launch of its own; the same bits either way."""
-        if call.config.precision != "fp8":
-            return super().expands(call)
-        return call.top_k > MAX_TOP_K or self.first_half == "expanded"
+        too_many = call.config.precision == "fp8" and call.top_k > MAX_TOP_K
+        return super().expands(call) or too_many
 
     def unavailable(
         self, device: torch.device, group: dist.ProcessGroup | None, config: MegaMoEConfig

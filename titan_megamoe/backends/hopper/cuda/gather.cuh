@@ -22,6 +22,7 @@ constexpr int ROW_LOADS = ROWS * ROW_LANES / GATHER_THREADS;
 static_assert(BLOCK == 16 * ROW_LANES, "a row of a stage");
 static_assert(FULL_ARRIVALS == 1 + GATHER_THREADS / 32, "of a stage");
 static_assert(CLAIMS, "those that multiply learn each tile from its first stage");
+static_assert(STAGES >= 3, "a stage is announced when the next is free, and released when the next is there");
 
 constexpr int PART_ALL = 0, PART_OWN = 1, PART_OTHERS = 2;
 
