@@ -54,6 +54,9 @@ class MegaMoEConfig:
             does: `fp32`, rounded once at the end (0.2), or `bf16`, each rounded before the sum (0.3). No
             other backend looks at it.
         text: this config as a canonical string, made by itself.
+
+    Raises:
+        ConfigError: a value is none of those above, or fp8 weight gradients are asked for with bf16.
     """
 
     backend: str = "auto"

@@ -64,8 +64,8 @@ def mega_moe(
         y (T, H) bf16.
 
     Raises:
-        ConfigError: an argument has a wrong shape, dtype or device, or (unfused backends, or
-            `config.debug`) an id is out of range.
+        ConfigError: an argument has a wrong shape, dtype or device, H or I is no multiple of 8 (backend
+            `fused` in bf16) or 16 (fp8), or (unfused backends, or `config.debug`) an id is out of range.
         UnsupportedError: the requested backend or precision cannot run here.
         AgreementError, BoundError: the ranks' calls do not fit together, or a bound was passed.
     """

@@ -33,6 +33,7 @@ from .agreement import CallHeader, Phase, agree
 from .backends.hopper.layout import COMBINE_TOKENS, MAIL_WORDS, PROGRESS_AT, RAISED_AT, STATE_WORDS
 from .backends.hopper.peer_copies import copies_delta
 from .backends.hopper.status import WORDS, error_from
+from .config import MegaMoEConfig
 from .errors import BoundError, ConfigError, UnsupportedError
 from .group import PerGroup, group_rank, group_size
 
@@ -90,7 +91,19 @@ def _part_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 def workspace_bytes(
     *, world: int, max_tokens_per_rank: int, top_k: int, hidden: int, precision: str = "bf16"
 ) -> int:
-    """Bytes of symmetric memory per rank that all fused layers of this geometry share."""
+    """Bytes of symmetric memory per rank that all fused layers of this geometry share.
+
+    Args:
+        world: ranks of the expert-parallel group.
+        max_tokens_per_rank: T_max, tokens of a rank and call at most.
+        top_k: K, experts of a token.
+        hidden: H.
+        precision: one of `config.PRECISIONS`; all but bf16 need room for e4m3 rows and a second bf16 part.
+
+    Raises:
+        ConfigError: no such precision.
+    """
+    MegaMoEConfig(precision=precision)  # says what is wrong with it
     return Geometry(world, max_tokens_per_rank, top_k, hidden, precision != "bf16").num_bytes
 
 

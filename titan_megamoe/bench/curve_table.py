@@ -33,6 +33,7 @@ class Summary:
 
 
 def summarize(curve: dict[str, Any], first: dict[str, Any]) -> Summary:
+    """A curve record beside the first one of its run, which may be itself."""
     loss, norm = curve["loss"], curve["grad_norm"]
     lost = sum(a is None or b is None for a, b in zip(loss, norm, strict=True))
     tail = max(min(TAIL, len(loss) // 4), 1)

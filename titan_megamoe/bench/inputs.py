@@ -44,6 +44,7 @@ def expert_weights(shape: LayerShape, expert: int, device: torch.device) -> tupl
 
 
 def make_weights(shape: LayerShape, rank: int, ep: int, device: torch.device) -> LayerWeights:
+    """This rank's experts: w1, w3 (E/EP, I, H) and w2 (E/EP, H, I) in bf16, each from its own seed."""
     local = shape.experts // ep
     made = [expert_weights(shape, e, device) for e in range(rank * local, (rank + 1) * local)]
     w1, w3, w2 = (torch.stack(parts).requires_grad_() for parts in zip(*made, strict=True))

@@ -149,6 +149,7 @@ class Sums:
 
 
 def sums(events: Sequence[Event]) -> Sums:
+    """What the events of one layer add up to, each moment counted once."""
     forward = [e for e in events if e.phase == "forward"]
     backward = [e for e in events if e.phase == "backward"]
     gemm = _union(e for e in events if e.kind in (GEMM, BOTH))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-BASES = ("measured", "published", "assumed")
-
 
 @dataclass(frozen=True)
 class Estimate:
@@ -50,6 +48,7 @@ ZERO = Estimate()
 
 
 def longer(a: Estimate, b: Estimate) -> Estimate:
+    """The one that takes more seconds; the other one's doubts are left out."""
     return a if a.seconds >= b.seconds else b
 
 

@@ -45,6 +45,8 @@ HOST_S = 0.003
 
 @dataclass(frozen=True)
 class Part:
+    """What takes time in a step: `time` in seconds, and how it was found, in words."""
+
     name: str
     time: Estimate
     note: str

@@ -39,6 +39,7 @@ GENERATION_BITS = 20
 
 
 def describe(call: int) -> str:
+    """A call's number as a message names it."""
     return f"{call & ((1 << GENERATION_BITS) - 1)} (generation {call >> GENERATION_BITS})"
 
 
