@@ -16,7 +16,8 @@ from .estimate import Estimate, Rate
 _UNITS = {"TFLOP/s": 1e12, "GB/s": 1e9, "TB/s": 1e12}
 
 # FlashAttention-3 (arXiv 2407.08608), figures 5 and 6: cuDNN on H100 SXM5, head dimension 128, TFLOP/s by
-# sequence length (512, 1024, … 16384). TorchTitan's SDPA asks for cuDNN first; an H200 has the H100's arithmetic.
+# sequence length (512, 1024, … 16384). TorchTitan's SDPA asks for cuDNN first; an H200 has the H100's
+# arithmetic.
 _FORWARD_CAUSAL = (315, 410, 484, 518, 529, 539)
 _FORWARD = (497, 574, 617, 609, 600, 595)
 _BACKWARD = (305, 408, 465, 499, 518, 516)
