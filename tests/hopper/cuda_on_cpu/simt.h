@@ -14,6 +14,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -293,6 +294,7 @@ DEVICE void load_bytes_once(u32 to, const void* from, u32 bytes, u32 barrier, u6
     load_bytes(to, from, bytes, barrier);
 }
 
+static std::map<int*, u32> arriving;  // where the last copy of a group arrives
 static int* copy_group() {
     if (!fibers[current].copying) fibers[current].copying = &copy_groups.emplace_back(0);
     return fibers[current].copying;
@@ -312,7 +314,14 @@ static void copy(u32 to, const void* from, u32 size, u32 bytes) {
         }
         --*group;
         ++progress;
+        if (*group == 0 && arriving.count(group)) barrier_arrive(arriving[group]);
     });
+}
+DEVICE void copies_arrive(u32 barrier) {
+    int* group = copy_group();
+    fibers[current].copying = nullptr;
+    if (*group) arriving[group] = barrier;
+    else barrier_arrive(barrier);
 }
 DEVICE void copy_16(u32 to, const void* from, u32 bytes) { copy(to, from, 16, bytes); }
 DEVICE void copy_4(u32 to, const void* from) { copy(to, from, 4, 4); }
@@ -356,6 +365,9 @@ DEVICE void store_wait_read() {
 }
 DEVICE void store_wait_all() { store_wait_read<0>(); }
 
+DEVICE void fence_async_proxy_of(u32 address, u32 bytes) {
+    std::fill_n(unfenced.begin() + address, bytes, 0);
+}
 DEVICE void fence_async_proxy() {
     for (u32 byte : fibers[current].unfenced) unfenced[byte] = 0;
     fibers[current].unfenced.clear();

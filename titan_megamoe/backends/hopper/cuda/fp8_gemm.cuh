@@ -128,6 +128,7 @@ struct Stage {
 
     DEVICE void open(const Shared& s, const Position& at, u32 group, u32 row) {
         barrier_wait(s.full(at.stage), at.round);
+        if (READERS_FENCE) fence_async_proxy_of(s.stage(at.stage), MATRIX_BYTES);
         a = operand(s.stage(at.stage) + group * (MATRIX_BYTES / WARPGROUPS));
         b = operand(s.stage(at.stage) + MATRIX_BYTES);
         upper = load_shared(s.scales(at.stage) + 4 * row);

@@ -9,6 +9,9 @@
 // Eight lanes have a row, so that a warp reads 4 × 128 contiguous bytes; a lane's rows are 4 apart. Padding rows
 // are read as the tile's first row, which is a token's.
 //
+// With READERS_FENCE, another way to the same: a thread's copies arrive by themselves, 128 times a stage, nobody here waits
+// for any, and each multiplying warp fences when it opens a stage.
+//
 // A copy is seen by its own thread once it has waited for it, and by wgmma, which reads through the asynchronous
 // proxy, after a fence of that thread: so a stage is announced when the next one's copies are on their way. Its full
 // barrier takes five arrivals: one of each warp, and that of the thread which loads the weights. A stage's slot
@@ -20,7 +23,7 @@ constexpr int GATHER_THREADS = 128;
 constexpr int ROW_LANES = 8;  // of a row, 16 bytes each
 constexpr int ROW_LOADS = ROWS * ROW_LANES / GATHER_THREADS;
 static_assert(BLOCK == 16 * ROW_LANES, "a row of a stage");
-static_assert(FULL_ARRIVALS == 1 + GATHER_THREADS / 32, "of a stage");
+static_assert(FULL_ARRIVALS == 1 + (READERS_FENCE ? GATHER_THREADS : GATHER_THREADS / 32), "of a stage");
 static_assert(CLAIMS, "those that multiply learn each tile from its first stage");
 static_assert(STAGES >= 3, "a stage is announced when the next is free, and released when the next is there");
 
@@ -114,7 +117,11 @@ DEVICE void fill_gathering(const Problem& p, const Shared& s, const TensorMap& b
                         bytes);
             }
             copy_4(scales + 4 * thread, scale_from + block);
-            copies_commit();
+            if (READERS_FENCE) {
+                copies_arrive(full);
+            } else {
+                copies_commit();
+            }
             if (fills) {
                 load_box(to + MATRIX_BYTES, b, full, block * BLOCK, tile.column, tile.expert);
                 load_box(to + 2 * MATRIX_BYTES, b, full, block * BLOCK, tile.column, tile.expert + p.right_layer);
@@ -125,6 +132,7 @@ DEVICE void fill_gathering(const Problem& p, const Shared& s, const TensorMap& b
                 left = __ldg(left_scales + later), right = __ldg(right_scales + later);
             }
             at.advance();
+            if (READERS_FENCE) continue;
             if (under_way) {
                 copies_wait<1>();
                 announce(s, ready);
@@ -140,6 +148,6 @@ DEVICE void fill_gathering(const Problem& p, const Shared& s, const TensorMap& b
         claims.done();
         barrier_arrive(s.full(at.stage));
     }
-    if (lane == 0) barrier_arrive(s.full(at.stage));
+    if (READERS_FENCE || lane == 0) barrier_arrive(s.full(at.stage));
 }
 #endif

@@ -97,6 +97,11 @@ DEVICE void copies_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// One arrival at `barrier` for each thread, when all copies that it has begun are there.
+DEVICE void copies_arrive(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // A box of a rank-3 map from shared memory; part of this thread's current bulk group.
 DEVICE void store_box(const TensorMap& map, u32 from, int x, int y, int z) {
     asm volatile(
@@ -116,6 +121,10 @@ DEVICE void store_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "m
 
 // What this thread wrote to shared memory by ordinary stores becomes visible to the copy engine.
 DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The same on the other side: what others wrote, and this thread has waited for, for its own products. `bytes` from
+// `address` on are what is meant.
+DEVICE void fence_async_proxy_of(u32 address, u32 bytes) { fence_async_proxy(); }
 
 // --- wgmma ------------------------------------------------------------------------------------------------
 

@@ -37,8 +37,9 @@ constexpr int WARP_ROWS = 16;
 constexpr int MATH_THREADS = 32 * WARPS;
 constexpr int THREADS = MATH_THREADS + 128;
 
+constexpr bool READERS_FENCE = false;  // gather.cuh
 #ifdef GATHER
-constexpr u32 FULL_ARRIVALS = 5;  // gather.cuh
+constexpr u32 FULL_ARRIVALS = 1 + (READERS_FENCE ? 128 : 4);
 #else
 constexpr u32 FULL_ARRIVALS = 1;
 #endif
