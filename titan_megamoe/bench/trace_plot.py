@@ -42,8 +42,9 @@ def draw_bars(axes: Any, events: Sequence[Event], longest: float) -> None:
             hatch="////" if crossing else None,
         )  # fmt: skip
         if e.label and length > _SHORTEST * longest:
+            label = e.label.replace(" + ", "\n+ ")
             axes.text(
-                start + length / 2, e.lane, e.label, ha="center", va="center", fontsize=7,
+                start + length / 2, e.lane, label, ha="center", va="center", fontsize=7,
                 color="black" if e.kind in (MEMORY, WAIT) else "white", clip_on=True,
             )  # fmt: skip
 
