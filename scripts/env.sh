@@ -1,7 +1,8 @@
 # Sourced by the other scripts: makes (once) and activates the virtual environment $VENV, default .venv.
 #
 # With an NVIDIA GPU: torch 2.11 with CUDA, deep_gemm and deep_ep in the versions that work together.
-# Without: torch 2.13's CPU build. TORCH overrides the choice, for example TORCH="torch==2.13.0".
+# Without: torch 2.13's CPU build, where the index has one; else, for 0.2, pip falls back to torch 2.11, which brings
+# the Triton that the kernels are written for. TORCH overrides the choice, for example TORCH="torch==2.13.0".
 # PYTHON names the interpreter, 3.11 or newer.
 # TITAN names the line of TorchTitan, 0.2 (the default) or 0.3: each has a virtual environment of its own, since
 # their pins exclude one another. 0.3 needs torch 2.13, for which there are no deep_gemm and deep_ep builds.
@@ -41,6 +42,10 @@ if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
         torch=${TORCH:-torch==2.13.0} extra=dev
     fi
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$torch"
+    brought='from importlib.metadata import version; version("triton")'
+    if [ "$extra" = cpu ] && [ "$TITAN" = 0.3 ] && "$VENV/bin/python" -c "$brought" 2>/dev/null; then
+        extra=dev # a CUDA build of torch, which has a Triton of its own
+    fi
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -e "${root}[$titan,dev,$extra]"
     echo "$wanted" >"$stamp"
 fi

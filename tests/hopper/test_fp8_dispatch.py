@@ -133,7 +133,7 @@ _ANNOUNCED = "    __syncwarp();\n    if (threadIdx.x % 32 == 0) barrier_arrive(s
         ("                copies_wait<1>();\n", "", "without a fence"),
         ("    if (under_way) {\n        copies_wait<0>();", "    if (under_way) {", "without a fence"),
         ("block > 0) barrier_wait(s.empty(at.stage), at.round ^ 1);", "false) {}", "."),
-        ("    if (lane == 0) barrier_arrive(s.full(at.stage));", "", "every thread waits"),
+        ("    if (READERS_FENCE || lane == 0) barrier_arrive(s.full(at.stage));", "", "every thread waits"),
     ],
     ids=["fence", "wait", "last wait", "empty", "end"],
 )  # fmt: skip
