@@ -69,6 +69,7 @@ ROWS_PER_ROUND = 1800
 """Tokens that all communicating programs fetch while another computes one tile: 300 GB/s against 5.4 TFLOP/s
 per SM. Both sides scale with H, so this does not depend on the shape."""
 LANES = gl.constexpr(32)
+_thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7's name, and 3.6's
 COPY_COLUMNS = gl.constexpr(512)
 """Columns that a communicating program has on their way at once: 16 KiB, and as much being stored."""
 
@@ -136,7 +137,7 @@ def _fetch_chunks(
         mask = gl.expand_dims(j < recv_count, 1) & gl.expand_dims(col < H, 0)
         gl.store(recv_ptr + gl.expand_dims(j.to(gl.int64) * H, 1) + gl.expand_dims(col, 0), data, mask=mask)
         if piece % PIECES == PIECES - 1:
-            gl.thread_barrier()
+            _thread_barrier()
             gl.atomic_xchg(progress_ptr + block, piece // PIECES + 1, sem="release", scope="gpu")
         data = following
 
@@ -162,7 +163,7 @@ def _gather_role(
             needed = (gl.max(-2 - source, 0) + CHUNK) // CHUNK
             share = gl.where(comm < COMM_PROGRAMS, (needed - comm + COMM_PROGRAMS - 1) // COMM_PROGRAMS, 0)
             seen = gl.min(_wait_at_least(progress_ptr + comm, share), 0)
-            gl.thread_barrier()  # of this warp: what one lane acquired, all may read
+            _thread_barrier()  # of this warp: what one lane acquired, all may read
             source = gl.where(seen >= 0, source, -1)
         start = gl.where(source >= 0, source, gl.maximum(-2 - source, 0)).to(gl.int64) * H
         row_ptr = gl.where(source >= -1, x_ptr + start, recv_ptr + start)
