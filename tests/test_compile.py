@@ -76,6 +76,11 @@ def test_compiled_gradients_match_eager_under_activation_checkpointing(
 ) -> None:
     if device == "cuda" and torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} CUDA devices")
+    unfused_on_cpu = (config.backend, device, ac) == ("all_to_all", "cpu", "selective")
+    if unfused_on_cpu and torch.__version__.startswith("2.11."):
+        pytest.skip(
+            "torch 2.11's inductor asserts on a comparison of dynamic sizes among this graph's outputs"
+        )
     results = rank_pool(world, device).run(_compiled_equals_eager, world, config, ac, timeout_s=240)
     assert results == [[]] * world
 
