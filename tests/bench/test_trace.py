@@ -123,7 +123,7 @@ def test_kernels_land_in_another_phase_lane_or_iteration() -> None:
 
 
 def test_an_fp8_layer_hides_that_its_gemm1_and_its_copies_read_peers() -> None:
-    def named(*names: str, before: str = "") -> list[tuple[str, str]]:
+    def named(*names: str) -> list[tuple[str, str]]:
         trace = _trace()
         spans = [e for e in trace["traceEvents"] if e.get("cat") == "kernel"]
         for span, name in zip(spans[1:], names, strict=False):

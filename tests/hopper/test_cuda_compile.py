@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 import triton
 
-from titan_megamoe.backends.hopper import combine_cuda, cuda_kernels, fp8_dispatch
+from titan_megamoe.backends.hopper import combine_cuda, cuda_kernels, fp8_dispatch, fp8_gather
 from titan_megamoe.backends.hopper.jit.compiler import compile_cubin, find_nvcc, find_nvrtc
 from titan_megamoe.errors import MegaMoEError
 
@@ -123,6 +123,8 @@ def test_host_and_kernel_disagree_on_the_words_of_a_dispatch():
     text = cuda_kernels.cuda_source("fp8_up")
     for name in ("ITEM_ROWS", "GROUP_TOKENS", "WORDS_AT"):
         assert f"{name} = {getattr(fp8_dispatch, name)};" in text
+    for name in ("PART_ALL", "PART_OWN", "PART_OTHERS"):
+        assert re.search(rf"\b{name} = {getattr(fp8_gather, name)}[,;]", text)
 
 
 def test_host_and_kernel_disagree_on_the_launch():

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_megamoe.torchtitan import cpu_shim
+from titan_megamoe.torchtitan.process_end import end_cpu_process
 
 cpu_shim.apply()
 
@@ -161,9 +162,8 @@ def main() -> None:
     dist.all_gather_object(everyone, out)
     if rank == 0:
         result.write_text(json.dumps(everyone))
-    # It holds the group, and gloo's threads of a group that outlives the interpreter may abort the process.
-    sys.modules["torchtitan.distributed.deepep.deepep"]._buffer = None  # type: ignore[attr-defined]
     dist.destroy_process_group()
+    end_cpu_process()
 
 
 if __name__ == "__main__":

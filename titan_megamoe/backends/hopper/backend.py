@@ -105,7 +105,7 @@ class FusedBackend(StagedBackend):
     def begin(self, call: MoECall) -> Begun:
         # What every rank refuses alike comes first: the peers are not told of it.
         check_dims(call.hidden, call.intermediate)
-        combined_in = combine_kernel(self.combine_in)
+        combined_in, expands = combine_kernel(self.combine_in), self.expands(call)
         save = any(call.needs)
         workspace, shape = _prepare(call)
         config, shared = call.config, shape.world > 1
@@ -153,7 +153,7 @@ class FusedBackend(StagedBackend):
                 here: dict[str, Any] = dict(pass_index=index, passes=passes)
                 arrived = received(recv, shape, index)
                 kept = None if index else gate_up  # later passes compute gate and up again
-                if self.expands(call):
+                if expands:
                     expand(
                         plan, x, workspace.x, workspace.delta, from_peers=shared, out=rows, keep=arrived,
                         **here,

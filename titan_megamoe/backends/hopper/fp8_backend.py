@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...agreement import Phase
 from ...config import MegaMoEConfig
-from ...routing import RoutingPlan
+from ...routing import PlanShape, RoutingPlan
 from ...workspace import Workspace
 from ..base import Begun, Gradients, MoECall
 from .backend import FusedBackend, _activation, _open, _prepare, _resumable, _signature, _unbroken
@@ -87,7 +87,11 @@ class Fp8FusedBackend(FusedBackend):
             check_fp8_dims(call.hidden, call.intermediate)
         if call.config.precision != "fp8":
             return super().begin(call)
-        combined_in = combine_kernel(self.combine_in)
+        combined_in, expands, gathers = (
+            combine_kernel(self.combine_in),
+            self.expands(call),
+            self.gathers(call),
+        )
         save = any(call.needs)
         workspace, shape = _prepare(call)
         config = call.config
@@ -95,9 +99,9 @@ class Fp8FusedBackend(FusedBackend):
         with _unbroken(workspace, call.x.device):
             plan = RoutingPlan.empty(shape, call.x.device)
             progress = peers = x8 = dispatch = gather = None
-            if self.gathers(call):
-                peers = _room_for_peers(workspace) if shape.world > 1 else None
-            elif not self.expands(call):
+            if gathers:
+                peers = _room_for_peers(workspace, shape) if shape.world > 1 else None
+            elif not expands:
                 progress = plan.flat.new_zeros(progress_words(shape))
             publish(
                 call.x, workspace.x, copy_x=False,
@@ -118,7 +122,7 @@ class Fp8FusedBackend(FusedBackend):
                     copy_from_peers(workspace.peers_scales, shape.rank, peers.scale)
                 peers = peers._replace(done=copied)
             w13, w2 = self.weights.get(call.w1, call.w3, call.w2)
-            if self.gathers(call):
+            if gathers:
                 gather = Gathered(plan, local, peers)
             elif progress is None:
                 x8 = _dispatch(plan, local, workspace)
@@ -251,13 +255,12 @@ def _dispatch(plan: RoutingPlan, local: tuple[Tensor, Tensor], workspace: Worksp
     return expand_fp8(plan, local, remote or local, workspace.delta, from_peers=remote is not None)
 
 
-def _room_for_peers(workspace: Workspace) -> PeerTokens:
+def _room_for_peers(workspace: Workspace, shape: PlanShape) -> PeerTokens:
     """Memory for copies of the peers' quantized tokens."""
-    rows8, scales = workspace.rows8, workspace.scales
-    rows = (workspace.geometry.world - 1) * workspace.geometry.max_tokens
-    return PeerTokens(
-        rows8.new_empty(rows, rows8.shape[1]), scales.new_empty(rows, scales.shape[1]), done=None
-    )  # fmt: skip
+    data, scale = (
+        part.new_empty(shape.recv_rows, part.shape[1]) for part in (workspace.rows8, workspace.scales)
+    )
+    return PeerTokens(data, scale, done=None)
 
 
 def _symmetric(workspace: Workspace) -> tuple[Tensor, Tensor] | None:
