@@ -546,8 +546,6 @@ def changed(text: str, changes: tuple[tuple[str, str], ...]) -> str:
     return text
 
 
-READERS_FENCE = [("READERS_FENCE = false;", "READERS_FENCE = true;")]
-"""A text of the gathering kernel in which copies arrive by themselves and those that multiply fence."""
 GATHERING = (("GATHER",), ("SAVE", "GATHER"))
 """Macros of fp8_up where it gathers its rows: a trial."""
 FILLED = ("fp8_up", "fp8_plain")
@@ -559,9 +557,7 @@ def compile_all(ablate: bool = False) -> None:
     faulthandler.cancel_dump_traceback_later()  # there may be few
     wanted = [(cuda_kernels.cuda_source(name), name, defines) for name, defines in VARIANTS]
     wanted.append((HOLD, "hold", ()))
-    for change in ([], READERS_FENCE):
-        with source_with(change):
-            wanted += [(cuda_kernels.cuda_source("fp8_up"), "fp8_up", defines) for defines in GATHERING]
+    wanted += [(cuda_kernels.cuda_source("fp8_up"), "fp8_up", defines) for defines in GATHERING]
     for change in CANDIDATES.values():
         with source_with(change):
             wanted += [(cuda_kernels.cuda_source(n), n, defines) for n, defines in VARIANTS if n in FILLED]
@@ -747,16 +743,12 @@ def main() -> int:
         w13, case = quantize_weights([experts.w1, experts.w3]), dispatch_case(experts)
         right &= check_dispatch(model, case, w13)
         right &= check_gathered(model, case, w13)
-        with source_with(READERS_FENCE):
-            right &= check_gathered(f"{model}, readers fence", case, w13)
         for what, change in CANDIDATES.items():
             with source_with(change):
                 right &= check_dispatch(f"{model}, {what}", case, w13)
         if not options.skip_times:
             calls, inside = dispatch_calls(case, w13), "gemm1, with dispatch"
             tried = changed_calls(CANDIDATES, {inside: calls[inside]})
-            gathered = "gemm1, gathered"
-            tried |= changed_calls({"readers fence": READERS_FENCE}, {gathered: calls[gathered]})
             if options.ablate:
                 tried |= changed_calls(DISPATCH_ABLATIONS, {inside: calls[inside]})
             times = times_of(calls | tried)

@@ -107,35 +107,15 @@ def test_simulator_misses_a_tile_that_does_not_wait(before, after, complaint, tm
         check(make_case((40, 150), 0, 1, 1, 144))
 
 
-def test_gathered_rows_whose_readers_fence_differ(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
-    import fp8_check
-
-    with fp8_check.source_with(fp8_check.READERS_FENCE):
-        kernels.run_on_cpu(monkeypatch, tmp_path)
-        for name in ("two", "no own token", "more than a part"):
-            check_gathered(make_case(*CASES[name]))
-        (tmp_path / "unfenced").mkdir()
-        kernels.run_on_cpu(
-            monkeypatch, tmp_path / "unfenced", ("if (READERS_FENCE) fence", "if (false) fence")
-        )
-        with pytest.raises(AssertionError, match="without a fence"):
-            check_gathered(make_case(*CASES["two"]))
-
-
-_ANNOUNCED = "    __syncwarp();\n    if (threadIdx.x % 32 == 0) barrier_arrive(s.full(ready.stage));"
-
-
 @pytest.mark.parametrize(
     ("before", "after", "complaint"),
     [
-        (f"    fence_async_proxy();\n{_ANNOUNCED}", _ANNOUNCED, "without a fence"),
-        ("                copies_wait<1>();\n", "", "without a fence"),
-        ("    if (under_way) {\n        copies_wait<0>();", "    if (under_way) {", "without a fence"),
+        ("if (READERS_FENCE) fence", "if (false) fence", "without a fence"),
+        ("            copies_arrive(full);\n", "            barrier_arrive(full);\n", "."),
         ("block > 0) barrier_wait(s.empty(at.stage), at.round ^ 1);", "false) {}", "."),
-        ("    if (READERS_FENCE || lane == 0) barrier_arrive(s.full(at.stage));", "", "every thread waits"),
+        ("    }\n    barrier_arrive(s.full(at.stage));\n", "    }\n", "every thread waits"),
     ],
-    ids=["fence", "wait", "last wait", "empty", "end"],
+    ids=["fence", "copies", "empty", "end"],
 )  # fmt: skip
 def test_simulator_misses_a_gather_that_does_not_wait(before, after, complaint, tmp_path, monkeypatch):
     kernels.run_on_cpu(monkeypatch, tmp_path, (before, after))

@@ -93,8 +93,7 @@ struct Fiber {
     u64 committed = 0;  // groups of them
     std::vector<Store> stores;
     std::vector<Group*> groups;
-    std::vector<int*> copies;  // groups of them: how many are on their way
-    int* copying = nullptr;    // the group that is not committed yet
+    int* copying = nullptr;  // copies begun since the last arrival: how many are on their way
 };
 
 static std::deque<int> copy_groups;
@@ -325,16 +324,6 @@ DEVICE void copies_arrive(u32 barrier) {
 }
 DEVICE void copy_16(u32 to, const void* from, u32 bytes) { copy(to, from, 16, bytes); }
 DEVICE void copy_4(u32 to, const void* from) { copy(to, from, 4, 4); }
-DEVICE void copies_commit() {
-    fibers[current].copies.push_back(copy_group());
-    fibers[current].copying = nullptr;
-}
-template <int PENDING>
-DEVICE void copies_wait() {
-    auto& mine = fibers[current].copies;
-    for (; mine.size() > PENDING; mine.erase(mine.begin()))
-        while (*mine[0]) yield_fiber();
-}
 
 DEVICE void store_box(const TensorMap& map, u32 from, int x, int y, int z) {
     fibers[current].stores.push_back(Store{map, from, {x, y, z}});
@@ -697,7 +686,7 @@ static void run_block() {
         Fiber& f = fibers[i];
         f.done = false;
         f.fenced = 0, f.unfenced.clear(), f.products.clear(), f.committed = 0, f.stores.clear(), f.groups.clear();
-        f.copies.clear(), f.copying = nullptr;
+        f.copying = nullptr;
         f.stack.resize(128 * 1024);
         getcontext(&f.context);
         f.context.uc_stack.ss_sp = f.stack.data();

@@ -9,23 +9,18 @@
 // Eight lanes have a row, so that a warp reads 4 × 128 contiguous bytes; a lane's rows are 4 apart. Padding rows
 // are read as the tile's first row, which is a token's.
 //
-// With READERS_FENCE, another way to the same: a thread's copies arrive by themselves, 128 times a stage, nobody here waits
-// for any, and each multiplying warp fences when it opens a stage.
-//
-// A copy is seen by its own thread once it has waited for it, and by wgmma, which reads through the asynchronous
-// proxy, after a fence of that thread: so a stage is announced when the next one's copies are on their way. Its full
-// barrier takes five arrivals: one of each warp, and that of the thread which loads the weights. A stage's slot
-// is free when the multiplying warps have released the one STAGES before, which was announced an iteration earlier:
-// by induction every wait ends.
+// A thread's copies arrive at the stage's full barrier by themselves, which so takes 129 arrivals: theirs, and that of
+// the thread which loads the weights. Nobody here waits for a copy: whoever multiplies fences when it opens a stage, since
+// wgmma reads through the asynchronous proxy. (A fence here, before an ordinary arrival, waits for all copies under way,
+// those of later stages too: 15 to 20 % slower; docs/design_fp8.md.)
 
 #ifdef GATHER
 constexpr int GATHER_THREADS = 128;
 constexpr int ROW_LANES = 8;  // of a row, 16 bytes each
 constexpr int ROW_LOADS = ROWS * ROW_LANES / GATHER_THREADS;
 static_assert(BLOCK == 16 * ROW_LANES, "a row of a stage");
-static_assert(FULL_ARRIVALS == 1 + (READERS_FENCE ? GATHER_THREADS : GATHER_THREADS / 32), "of a stage");
+static_assert(FULL_ARRIVALS == 1 + GATHER_THREADS, "of a stage");
 static_assert(CLAIMS, "those that multiply learn each tile from its first stage");
-static_assert(STAGES >= 3, "a stage is announced when the next is free, and released when the next is there");
 
 constexpr int PART_ALL = 0, PART_OWN = 1, PART_OTHERS = 2;
 
@@ -66,14 +61,6 @@ struct Gathered {
     }
 };
 
-// The stage whose copies this warp has waited for is there, as far as the warp has a part in it.
-DEVICE void announce(const Shared& s, Position& ready) {
-    fence_async_proxy();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(s.full(ready.stage));
-    ready.advance();
-}
-
 // Warpgroup 2, all of it.
 DEVICE void fill_gathering(const Problem& p, const Shared& s, const TensorMap& b, const Gathered& g) {
     const u32 thread = threadIdx.x - MATH_THREADS, lane = thread % 32, unit_of_row = lane % ROW_LANES;
@@ -82,8 +69,7 @@ DEVICE void fill_gathering(const Problem& p, const Shared& s, const TensorMap& b
     const Claims claims{p.claims};
     const Tiles tiles = p.tiles();
     const u32 units = g.count(p.num_tiles) * tiles.column_tiles;
-    Position at, ready;
-    bool under_way = false;  // a stage that is not announced yet
+    Position at;
     u32 next = fills ? claims.next() : 0;
     for (;;) {
         barrier_wait(s.empty(at.stage), at.round ^ 1);
@@ -117,11 +103,7 @@ DEVICE void fill_gathering(const Problem& p, const Shared& s, const TensorMap& b
                         bytes);
             }
             copy_4(scales + 4 * thread, scale_from + block);
-            if (READERS_FENCE) {
-                copies_arrive(full);
-            } else {
-                copies_commit();
-            }
+            copies_arrive(full);
             if (fills) {
                 load_box(to + MATRIX_BYTES, b, full, block * BLOCK, tile.column, tile.expert);
                 load_box(to + 2 * MATRIX_BYTES, b, full, block * BLOCK, tile.column, tile.expert + p.right_layer);
@@ -132,22 +114,12 @@ DEVICE void fill_gathering(const Problem& p, const Shared& s, const TensorMap& b
                 left = __ldg(left_scales + later), right = __ldg(right_scales + later);
             }
             at.advance();
-            if (READERS_FENCE) continue;
-            if (under_way) {
-                copies_wait<1>();
-                announce(s, ready);
-            }
-            under_way = true;
         }
-    }
-    if (under_way) {
-        copies_wait<0>();
-        announce(s, ready);
     }
     if (fills) {
         claims.done();
         barrier_arrive(s.full(at.stage));
     }
-    if (READERS_FENCE || lane == 0) barrier_arrive(s.full(at.stage));
+    barrier_arrive(s.full(at.stage));
 }
 #endif

@@ -89,14 +89,6 @@ DEVICE void copy_4(u32 to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Until all but the newest PENDING groups of this thread's copies are there.
-template <int PENDING>
-DEVICE void copies_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-
 // One arrival at `barrier` for each thread, when all copies that it has begun are there.
 DEVICE void copies_arrive(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");

@@ -37,10 +37,11 @@ constexpr int WARP_ROWS = 16;
 constexpr int MATH_THREADS = 32 * WARPS;
 constexpr int THREADS = MATH_THREADS + 128;
 
-constexpr bool READERS_FENCE = false;  // gather.cuh
-#ifdef GATHER
-constexpr u32 FULL_ARRIVALS = 1 + (READERS_FENCE ? 128 : 4);
+#ifdef GATHER  // gather.cuh
+constexpr bool READERS_FENCE = true;
+constexpr u32 FULL_ARRIVALS = 1 + 128;
 #else
+constexpr bool READERS_FENCE = false;
 constexpr u32 FULL_ARRIVALS = 1;
 #endif
 
