@@ -107,12 +107,19 @@ def test_simulator_misses_a_tile_that_does_not_wait(before, after, complaint, tm
         check(make_case((40, 150), 0, 1, 1, 144))
 
 
+_FREE = "            barrier_wait(s.empty(at.stage), at.round ^ 1);\n"
+_COPIES = (
+    "            const u32 full = s.full(at.stage), to = s.stage(at.stage), scales = s.scales(at.stage);\n"
+    "            const u32 bytes"
+)
+
+
 @pytest.mark.parametrize(
     ("before", "after", "complaint"),
     [
         ("if (READERS_FENCE) fence", "if (false) fence", "without a fence"),
         ("            copies_arrive(full);\n", "            barrier_arrive(full);\n", "."),
-        ("block > 0) barrier_wait(s.empty(at.stage), at.round ^ 1);", "false) {}", "."),
+        (f"{_FREE}{_COPIES}", _COPIES, "."),
         ("    }\n    barrier_arrive(s.full(at.stage));\n", "    }\n", "every thread waits"),
     ],
     ids=["fence", "copies", "empty", "end"],

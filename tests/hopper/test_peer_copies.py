@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from titan_megamoe import MegaMoEConfig
 from titan_megamoe.backends.base import MoECall, Needs
-from titan_megamoe.backends.hopper import fp8_backend, peer_copies, side
+from titan_megamoe.backends.hopper import fp8_backend, fp8_gather, peer_copies, side
 from titan_megamoe.backends.hopper.peer_copies import copies_delta, copy_from_peers
 from titan_megamoe.routing import PlanShape, RoutingPlan
 
@@ -122,7 +122,7 @@ def on_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_copies, "_copy", gpu.work("copies"))
 
 
-def forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def forward(monkeypatch: pytest.MonkeyPatch, reserved_sms: int) -> None:
     """Rank 1 of two, which gathers, up to its y."""
     shape = PlanShape(2, RANK, 1, 2, TOKENS, 64)
     tokens, words = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int64)
@@ -137,17 +137,20 @@ def forward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_backend, "_room_for_peers", gpu.work("memory", room))
     monkeypatch.setattr(fp8_backend, "build_plans", gpu.work("plan"))
 
-    def gemm1(x: Any, *_: Any, gather: Any, **__: Any) -> Any:
+    def gemm1(x: Any, *_: Any, gather: Any, reserved_sms: int, **__: Any) -> Any:
         assert x is None
-        for part in gather.parts():
-            gather.begin(part)
-            gpu.work(f"gemm1, part {part}")()
+        part_at = fp8_gather.KINDS.index("i32")
+
+        def make(arguments: tuple[Any, ...]) -> None:
+            gpu.work(f"gemm1, part {arguments[part_at]}")()
+
+        gather.make_all(make, apart=reserved_sms == 0)
         return torch.zeros(1), torch.zeros(1)
 
     monkeypatch.setattr(fp8_backend, "gemm_up_fp8", gemm1)
     w = torch.zeros(2, 128, 128, dtype=torch.bfloat16)
     ids, weights = torch.zeros(TOKENS, 1, dtype=torch.int64), torch.zeros(TOKENS, 1)
-    config = MegaMoEConfig(backend="fused", precision="fp8")
+    config = MegaMoEConfig(backend="fused", precision="fp8", reserved_sms=reserved_sms)
     call = MoECall(tokens, ids, weights, w, w, w, None, config, NEEDS["all"])
     monkeypatch.setattr(MoECall, "world", 2)
     backend = fp8_backend.Fp8FusedBackend()
@@ -211,14 +214,18 @@ def test_a_peer_writes_where_a_copy_still_reads_or_a_gemm_waits_for_it(monkeypat
     assert gpu.main.seen == set(gpu.before), "the caller's stream ends before the call does"
 
 
-def test_a_forward_reads_rows_that_are_not_there_or_keeps_own_ones_waiting(monkeypatch):
+@pytest.mark.parametrize("reserved_sms", [0, 16])
+def test_a_forward_reads_rows_that_are_not_there_or_keeps_own_ones_waiting(monkeypatch, reserved_sms):
     monkeypatch.setattr(side, "_side_stream", Stream)
-    forward(monkeypatch)
+    forward(monkeypatch, reserved_sms)
     before = gpu.before
     assert gpu.order.index("memory") < gpu.order.index("open") and gpu.order.count("copies") == 2
     assert {"publish", "open"} <= before["copies"] and "plan" not in before["copies"]
     assert "plan" in before["gemm1, part 1"] and "copies" not in before["gemm1, part 1"]
-    assert {"copies", "gemm1, part 1"} <= before["gemm1, part 2"]
+    assert {"copies", "plan", "memory"} <= before["gemm1, part 2"]
+    together = "gemm1, part 1" not in before["gemm1, part 2"]
+    assert together == (reserved_sms == 0), "two launches would take reserved SMs"
+    assert {"gemm1, part 1", "gemm1, part 2"} <= before["dgrad1"], "GEMM2 reads what both write"
     assert "copies" in before["combine"], "a peer that has its sums may write to its tokens"
     assert gpu.main.seen == set(gpu.before), "the caller's stream ends before the call does"
 

@@ -12,6 +12,7 @@ from ..backends.hopper.fp8_dispatch import Dispatch, progress_words
 from ..backends.hopper.fp8_gather import Gathered
 from ..backends.hopper.fp8_gemm import Fp8Rows
 from ..backends.hopper.peer_copies import PeerTokens
+from ..backends.hopper.side import now
 from ..routing import RoutingPlan
 
 Tokens = tuple[Tensor, Tensor]
@@ -42,7 +43,8 @@ class DispatchCase(NamedTuple):
         at = (source - (source > shape.rank).long()) * shape.max_tokens + token
         data.view(torch.uint8)[at] = self.pool.data.view(torch.uint8)[0, came]
         scale[at] = self.pool.scale[0, :, came].t()
-        return Gathered(plan, self.dispatch.local, PeerTokens(data, scale, None))
+        done = now() if data.is_cuda else None
+        return Gathered(plan, self.dispatch.local, PeerTokens(data, scale, done))
 
     def again(self) -> Dispatch:
         """For one more launch."""

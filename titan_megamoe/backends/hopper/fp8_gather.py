@@ -3,11 +3,14 @@
     row r of the pool = token row_slot[r] // K, with its scales
 
 Between ranks there are two launches: tiles of this rank's own tokens, while copy engines bring the peers',
-and the others once those are here.
+and the others once those are here. The second goes to the side stream, so that its blocks take the SMs that
+the first one's last tiles leave.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +22,7 @@ from ...routing import RoutingPlan
 from .gemm_common import check_matrix
 from .layout import cdiv
 from .peer_copies import PeerTokens
+from .side import beside, now
 
 PART_ALL, PART_OWN, PART_OTHERS = 0, 1, 2  # as in cuda/gather.cuh
 KINDS = ("ptr",) * 7 + ("i32",) * 5
@@ -51,14 +55,25 @@ class Gathered(NamedTuple):
             check_matrix(f"{name} data", data, (count, hidden), torch.float8_e4m3fn)
             check_matrix(f"{name} scales", scale, (count, cdiv(hidden, BLOCK)), torch.float32)
 
-    def parts(self) -> tuple[int, ...]:
-        """The launches that make all rows."""
-        return (PART_ALL,) if self.peers is None else (PART_OWN, PART_OTHERS)
+    def make_all(self, make: Callable[[tuple[Any, ...]], None], *, apart: bool) -> None:
+        """Make all rows, in order of the current stream.
 
-    def begin(self, part: int) -> None:
-        """Order the current stream after what a launch of `part` reads."""
-        if part == PART_OTHERS and self.peers is not None and self.peers.done is not None:
-            self.peers.done.wait()
+        Args:
+            make: launches the kernel with arguments of KINDS, on what is then the current stream.
+            apart: whether two launches may share the GPU, each with as many blocks as it likes.
+        """
+        if self.peers is None:
+            make(self.arguments(PART_ALL))
+            return
+        done = self.peers.done
+        begun = now() if apart and done is not None else None
+        make(self.arguments(PART_OWN))
+        with nullcontext() if begun is None else beside(begun, self.local[0].device, head_start_ns=0) as made:
+            if done is not None:
+                done.wait()
+            make(self.arguments(PART_OTHERS))
+        if made is not None:
+            made.wait()
 
     def arguments(self, part: int) -> tuple[Any, ...]:
         """The kernel's arguments, of KINDS."""

@@ -30,7 +30,7 @@ from .cuda_kernels import (
 from .fp8_dispatch import KINDS as DISPATCH_KINDS
 from .fp8_dispatch import Dispatch
 from .fp8_gather import KINDS as GATHER_KINDS
-from .fp8_gather import PART_ALL, Gathered
+from .fp8_gather import Gathered
 from .fp8_quantize import QuantizedWeight, check_fp8_dims
 from .fp8_wgrad import Fp8Columns, padded_columns
 from .gemm_common import check_matrix, check_pool
@@ -182,16 +182,19 @@ def gemm_up_fp8(
         w13_map if x is None else operand_map(x.data), w13_map, h_map,
         h_map if gate_up is None else store_map(gate_up),
         None if x is None else x.scale, w13.scale, h.scale, weight_R, tiles.tile_expert, tiles.num_tiles,
-        rows, intermediate, cdiv(hidden, BLOCK), experts, claims(device),
+        rows, intermediate, cdiv(hidden, BLOCK), experts,
     )  # fmt: skip
-    for part in (PART_ALL,) if gather is None else gather.parts():
-        if gather is not None:
-            gather.begin(part)
-            source = gather.arguments(part)
+
+    def make(source: tuple[Any, ...]) -> None:
         launch(
-            "fp8_up", kinds, (*arguments, *source), device, reserved_sms=reserved_sms,
+            "fp8_up", kinds, (*arguments, claims(device), *source), device, reserved_sms=reserved_sms,
             defines=("SAVE",) * save + way,
         )  # fmt: skip
+
+    if gather is None:
+        make(source)
+    else:
+        gather.make_all(make, apart=reserved_sms == 0)
     return h, gate_up
 
 

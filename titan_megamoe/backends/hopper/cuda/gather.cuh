@@ -46,10 +46,9 @@ struct Gathered {
         return __ldg(tile_order + (part == PART_OWN ? 0 : __ldg(own_tiles)) + n);
     }
 
-    // Token of row `row` of the pool, or of `first`'s, if it pads: t ≥ 0 of this rank's, or -1 - j, row j of copied.
-    DEVICE int token(int row, int first) const {
-        const int slot = __ldg(row_slot + row);
-        const int flat = u32(slot < 0 ? __ldg(row_slot + first) : slot) / u32(top_k), mine = rank * max_tokens;
+    // Token of a slot, or of `other`, if that pads: t ≥ 0 of this rank's, or -1 - j, row j of copied.
+    DEVICE int token(int slot, int other) const {
+        const int flat = u32(slot < 0 ? other : slot) / u32(top_k), mine = rank * max_tokens;
         if (flat < mine) return -1 - flat;
         return flat < mine + max_tokens ? flat - mine : -1 - (flat - max_tokens);
     }
@@ -61,7 +60,8 @@ struct Gathered {
     }
 };
 
-// Warpgroup 2, all of it.
+// Warpgroup 2, all of it. A tile's rows are looked up while all stages are full, so that its first copies have
+// nothing to wait for when one is free.
 DEVICE void fill_gathering(const Problem& p, const Shared& s, const TensorMap& b, const Gathered& g) {
     const u32 thread = threadIdx.x - MATH_THREADS, lane = thread % 32, unit_of_row = lane % ROW_LANES;
     const u32 first_row = thread / 32 * 32 + lane / ROW_LANES;  // and every 4th from there
@@ -71,29 +71,36 @@ DEVICE void fill_gathering(const Problem& p, const Shared& s, const TensorMap& b
     const u32 units = g.count(p.num_tiles) * tiles.column_tiles;
     Position at;
     u32 next = fills ? claims.next() : 0;
+    // The next tile for these warps: the headers' second words of two stages, by turns, so that one is not written again
+    // before all have read it. Nobody else uses them.
+    u32 said = s.scales(0) + HEADER_AT + 4, said_next = s.scales(1) + HEADER_AT + 4;
     for (;;) {
-        barrier_wait(s.empty(at.stage), at.round ^ 1);
-        const u32 header = s.scales(at.stage) + HEADER_AT;
         if (fills) {
             const u32 n = next / tiles.column_tiles;
-            store_shared_words(header, next < units ? next + (g.nth(n) - n) * tiles.column_tiles : NO_TILE, 0);
+            store_shared_word(said, next < units ? next + (g.nth(n) - n) * tiles.column_tiles : NO_TILE);
         }
         sync_threads<GATHER_THREADS>();
-        const u32 unit = load_shared_word(header);
+        const u32 unit = load_shared_word(said);
         if (unit == NO_TILE) break;
+        const u32 swap = said;
+        said = said_next, said_next = swap;
         if (fills) next = claims.next();  // its way lies under this tile
         const Tile tile = tiles.tile(unit);
+        const int* slots = g.row_slot + tile.row;
+        const int first_slot = __ldg(slots), slot_of_scale = __ldg(slots + thread);
+        int slot[ROW_LOADS];  // all on their way before any is looked at
+#pragma unroll
+        for (int i = 0; i < ROW_LOADS; ++i) slot[i] = __ldg(slots + first_row + 4 * i);
         const unsigned char* from[ROW_LOADS];
 #pragma unroll
-        for (int i = 0; i < ROW_LOADS; ++i)
-            from[i] = g.data(g.token(tile.row + first_row + 4 * i, tile.row)) + 16 * unit_of_row;
-        const float* scale_from = g.scales(g.token(tile.row + thread, tile.row));
+        for (int i = 0; i < ROW_LOADS; ++i) from[i] = g.data(g.token(slot[i], first_slot)) + 16 * unit_of_row;
+        const float* scale_from = g.scales(g.token(slot_of_scale, first_slot));
         const float* left_scales = p.weight_scales(tile.expert, tile.column);
         const float* right_scales = p.weight_scales(tile.expert + p.right_layer, tile.column);
         float left = __ldg(left_scales), right = __ldg(right_scales);
 #pragma unroll 1
         for (int block = 0; block < p.k_blocks; ++block) {
-            if (block > 0) barrier_wait(s.empty(at.stage), at.round ^ 1);
+            barrier_wait(s.empty(at.stage), at.round ^ 1);
             const u32 full = s.full(at.stage), to = s.stage(at.stage), scales = s.scales(at.stage);
             const u32 bytes = block * BLOCK + 16 * int(unit_of_row) < g.hidden ? 16 : 0;
 #pragma unroll
@@ -107,8 +114,8 @@ DEVICE void fill_gathering(const Problem& p, const Shared& s, const TensorMap& b
             if (fills) {
                 load_box(to + MATRIX_BYTES, b, full, block * BLOCK, tile.column, tile.expert);
                 load_box(to + 2 * MATRIX_BYTES, b, full, block * BLOCK, tile.column, tile.expert + p.right_layer);
-                store_shared_words(scales + WEIGHT_SCALES_AT, Words{{__float_as_uint(left), __float_as_uint(right),
-                                                                      unit, 0}});
+                store_shared_pair(scales + WEIGHT_SCALES_AT, left, right);
+                store_shared_word(scales + HEADER_AT, unit);
                 barrier_expect(full, COLUMN_BLOCKS * COLUMNS_BYTES);
                 const int later = min(block + 1, p.k_blocks - 1);
                 left = __ldg(left_scales + later), right = __ldg(right_scales + later);
@@ -116,8 +123,10 @@ DEVICE void fill_gathering(const Problem& p, const Shared& s, const TensorMap& b
             at.advance();
         }
     }
+    barrier_wait(s.empty(at.stage), at.round ^ 1);
     if (fills) {
         claims.done();
+        store_shared_word(s.scales(at.stage) + HEADER_AT, NO_TILE);
         barrier_arrive(s.full(at.stage));
     }
     barrier_arrive(s.full(at.stage));
