@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -41,13 +43,26 @@ def test_kernels_differ_from_the_recipe(hidden, intermediate, counts):
     assert_within(errors, limits_of(errors))
 
 
+PAIRS = [
+    pytest.param("cuda", marks=pytest.mark.multi_gpu),
+    pytest.param(
+        "cuda-shared",
+        marks=pytest.mark.skipif(
+            "TITAN_MEGAMOE_SHARED_GPUS" not in os.environ, reason="set TITAN_MEGAMOE_SHARED_GPUS"
+        ),
+    ),
+]
+"""Two ranks on a GPU each, or on one that they take turns on, as in test_many_ranks.py."""
+SHARED_TIMEOUT_S = 120.0
+
 PRECISIONS = [("fp8", "bf16"), ("fp8_bwd", "bf16"), ("fp8", "fp8"), ("fp8_bwd", "fp8")]
 """precision, and that of the weight gradients."""
 
 
-def _config(precision: tuple[str, str], **options: int) -> MegaMoEConfig:
+def _config(precision: tuple[str, str], **options: float) -> MegaMoEConfig:
     name, wgrad = precision
-    return MegaMoEConfig(backend="fused", precision=name, wgrad_precision=wgrad, timeout_s=20.0, **options)
+    options = {"timeout_s": 20.0, **options}
+    return MegaMoEConfig(backend="fused", precision=name, wgrad_precision=wgrad, **options)
 
 
 def _run(rank: int, problem: Problem, precision: tuple[str, str], repeats: int = 1):
@@ -102,9 +117,9 @@ def test_dispatch_inside_gemm1_loses_mixes_up_or_reads_rows_too_early(case, rese
         dispatch_cases.check(made, 208, save=save, repeats=10, reserved_sms=reserved_sms)
 
 
-def _halves(rank: int, problem: Problem, repeats: int, reserved_sms: int, half: str = "gathered"):
+def _halves(rank: int, problem: Problem, repeats: int, half: str, options: dict):
     """What differs between another first half, `repeats` times, and an expansion before GEMM1."""
-    config, different = _config(("fp8", "bf16"), reserved_sms=reserved_sms), set()
+    config, different = _config(("fp8", "bf16"), **options), set()
     try:
         FusedBackend.first_half = "expanded"
         before = run_rank(rank, problem, config)
@@ -117,14 +132,21 @@ def _halves(rank: int, problem: Problem, repeats: int, reserved_sms: int, half: 
     return different
 
 
+@pytest.mark.parametrize("reserved_sms", [0, 100], ids="{} reserved SMs".format)
 @pytest.mark.parametrize("half", ["gathered", "copied"])
 @pytest.mark.parametrize("name", PROBLEMS)
-@pytest.mark.multi_gpu
-def test_dispatch_inside_gemm1_changes_a_bit_of_the_layer(rank_pool, name, half):
-    assert rank_pool(2, "cuda").run(_halves, PROBLEMS[name], 10, 0, half) == [set(), set()]
+@pytest.mark.parametrize("device", PAIRS)
+def test_dispatch_inside_gemm1_changes_a_bit_of_the_layer(rank_pool, device, name, half, reserved_sms):
+    timeout_s = 20.0 if device == "cuda" else SHARED_TIMEOUT_S
+    pool, repeats = rank_pool(2, device), 3 if reserved_sms else 10
+    options = {"reserved_sms": reserved_sms, "timeout_s": timeout_s}
+    assert pool.run(_halves, PROBLEMS[name], repeats, half, options, timeout_s=2 * SHARED_TIMEOUT_S) == [
+        set(),
+        set(),
+    ]
 
 
 @pytest.mark.multi_gpu
 def test_dispatch_inside_gemm1_waits_for_blocks_that_are_not_there(rank_pool):
     problem = Problem(tokens=(1500, 1200), experts=16, top_k=8, hidden=2048, intermediate=768)
-    assert rank_pool(2, "cuda").run(_halves, problem, 3, 100) == [set(), set()]
+    assert rank_pool(2, "cuda").run(_halves, problem, 3, "gathered", {"reserved_sms": 100}) == [set(), set()]
