@@ -546,8 +546,6 @@ def changed(text: str, changes: tuple[tuple[str, str], ...]) -> str:
     return text
 
 
-GATHERING = (("GATHER",), ("SAVE", "GATHER"))
-"""Macros of fp8_up where it gathers its rows: a trial."""
 FILLED = ("fp8_up", "fp8_plain")
 """Kernels whose text CANDIDATES change."""
 
@@ -557,10 +555,13 @@ def compile_all(ablate: bool = False) -> None:
     faulthandler.cancel_dump_traceback_later()  # there may be few
     wanted = [(cuda_kernels.cuda_source(name), name, defines) for name, defines in VARIANTS]
     wanted.append((HOLD, "hold", ()))
-    wanted += [(cuda_kernels.cuda_source("fp8_up"), "fp8_up", defines) for defines in GATHERING]
     for change in CANDIDATES.values():
         with source_with(change):
-            wanted += [(cuda_kernels.cuda_source(n), n, defines) for n, defines in VARIANTS if n in FILLED]
+            wanted += [
+                (cuda_kernels.cuda_source(name), name, defines)
+                for name, defines in VARIANTS
+                if name in FILLED and "GATHER" not in defines  # which has to claim
+            ]
     for change in (WGRAD_ABLATIONS if ablate else {}).values():
         with source_with(change):
             wanted.append((cuda_kernels.cuda_source("fp8_wgrad"), "fp8_wgrad", ()))

@@ -4,7 +4,8 @@
 #   OUT=results scripts/measure.sh soak              into another folder
 #   TEXT=books.jsonl scripts/measure.sh curves       loss curves need text: JSON lines with a field text
 # Parts, each a few minutes: tests kernels counters memcheck stages layers combine copied steps steps_235b
-# steps_kept steps_direct curves wgrad soak trace tokens routing single rates many profile. Afterwards:
+# steps_kept steps_direct curves wgrad soak trace tokens routing rates many profile; on one GPU: single steps_1gpu
+# steps_235b_1gpu. Afterwards:
 # python -m titan_megamoe.bench report
 # COMMIT names the commit, where git does not know it. A part that fails is named at the end, and the others run.
 set -uo pipefail
@@ -62,13 +63,12 @@ combine() { # in CUDA, and in Triton
             --impls mega_moe,mega_moe+combine_triton,mega_moe@fp8,mega_moe+combine_triton@fp8 || return 1
     done
 }
-copied() { # rows of an fp8 forward gathered by GEMM1, or dispatched inside of it
+copied() { # rows of an fp8 forward between two ranks: gathered by GEMM1, or dispatched inside of it
     local model
     for model in 30b-a3b 235b-a22b; do
         bench layer "logs/layer_copied_${model%-*}.json" --model "qwen3-$model" \
             --impls mega_moe@fp8,mega_moe+copied@fp8 || return 1
     done
-    bench layer logs/layer_copied_ep1.json --ep 1 --impls mega_moe@fp8,mega_moe+copied@fp8
 }
 steps() { bench compare step_30b_2gpu.json "$jobs/2gpu"; }
 steps_235b() { bench compare step_235b_2gpu.json train_configs/qwen3_235b_a22b/2gpu; }
@@ -111,7 +111,15 @@ tokens() {
 routing() {
     bench layer layer_routing.json --impls "$OURS" --routing zipf --routing hot_expert --routing hot_rank
 }
-single() { bench layer layer_30b_ep1.json --ep 1 --impls mega_moe,mega_moe@fp8,torchtitan+compile; }
+single() { # one rank; +inside: its fp8 forward as between ranks
+    local model
+    for model in 30b-a3b 235b-a22b; do
+        bench layer "layer_${model%-*}_ep1.json" --model "qwen3-$model" --ep 1 \
+            --impls mega_moe,mega_moe@fp8,mega_moe+inside@fp8,torchtitan+compile || return 1
+    done
+}
+steps_1gpu() { bench compare step_30b_1gpu.json "$jobs/1gpu"; }
+steps_235b_1gpu() { bench compare step_235b_1gpu.json train_configs/qwen3_235b_a22b/1gpu; }
 rates() { bench calibrate calibration_h200.json; }
 many() { # 4 and 8 ranks that share the GPUs
     TITAN_MEGAMOE_SHARED_GPUS=1 timeout 400 python -m pytest -q -m gpu tests/hopper/test_many_ranks.py &&

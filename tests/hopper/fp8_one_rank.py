@@ -17,7 +17,7 @@ from fp8_cases import round_conversions
 from gemm_cases import mend_interpreter
 
 from titan_megamoe.backends.base import MoECall, Needs
-from titan_megamoe.backends.hopper import fp8_backend
+from titan_megamoe.backends.hopper import fp8_backend, fp8_gather
 from titan_megamoe.config import MegaMoEConfig
 from titan_megamoe.precision import get_recipe
 from titan_megamoe.routing import PlanShape, plan_reference
@@ -149,6 +149,8 @@ def without_a_gpu():
             ("now", lambda: None),
         ):  # fmt: skip
             patch.setattr(fp8_backend, name, value)
+        patch.setattr(fp8_gather, "now", lambda: "then")
+        patch.setattr(fp8_gather, "beside", beside)
         yield patch
 
 

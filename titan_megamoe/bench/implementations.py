@@ -133,6 +133,7 @@ def build(label: str, setting: Setting) -> Implementation:
 TRIALS: dict[str, dict[str, object]] = {
     "expand": {"first_half": "expanded"},
     "copied": {"first_half": "copied"},
+    "inside": {"first_half": "gathered"},
     "combine_triton": {"combine_in": "triton"},
 }
 """Attributes of the fused backend that are another way to do the same, and what they are in a trial."""

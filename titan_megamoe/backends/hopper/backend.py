@@ -54,8 +54,9 @@ class FusedBackend(StagedBackend):
 
     Attributes:
         first_half: what dispatch and GEMM1 of a forward are: "gathered" (one launch: dispatch_gemm1.py, in
-            fp8 fp8_dispatch.py), "expanded" (rows into the pool first, then a dense GEMM), or "auto", which
-            is "gathered"; in fp8 also "copied", a trial (fp8_backend.py). The same on all ranks.
+            fp8 fp8_dispatch.py), "expanded" (rows into the pool first, then a dense GEMM), in fp8 also
+            "copied", or "auto", which of them is best (fp8_backend.py; in bf16 "gathered"). The same on all
+            ranks.
         combine_in: "cuda" where a call in one pass can have that (combine_cuda.py), or "triton" for all; the
             same bits.
     """

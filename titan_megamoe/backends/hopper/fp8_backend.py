@@ -57,7 +57,8 @@ the more ranks there are, and own tokens, which hide them, are one part in so ma
 
 class Fp8FusedBackend(FusedBackend):
     """Adds a value of `first_half` for fp8: "copied", GEMM1 over tokens where they lie (fp8_gather.py), the
-    peers' brought by copy engines; where there are more than MAX_GATHER_RANKS as "auto". A trial.
+    peers' brought by copy engines. "auto" is that with one rank, where none have to come, and "gathered" with
+    more; "copied" is "gathered" with more than MAX_GATHER_RANKS.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,8 @@ class Fp8FusedBackend(FusedBackend):
 
     def gathers(self, call: MoECall) -> bool:
         """In fp8, whether GEMM1 reads tokens where they lie; the same bits either way."""
-        return self.first_half == "copied" and call.world <= MAX_GATHER_RANKS
+        most = {"auto": 1, "copied": MAX_GATHER_RANKS}.get(self.first_half, 0)
+        return call.world <= most
 
     def expands(self, call: MoECall) -> bool:
         """In fp8, whether the expansion is a launch of its own; the same bits either way."""

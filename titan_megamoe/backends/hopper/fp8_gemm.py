@@ -88,6 +88,8 @@ VARIANTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("fp8_up", ("SAVE",)),
     ("fp8_up", ("DISPATCH",)),
     ("fp8_up", ("SAVE", "DISPATCH")),
+    ("fp8_up", ("GATHER",)),
+    ("fp8_up", ("SAVE", "GATHER")),
     ("fp8_plain", ()),
     ("fp8_down_backward", ()),
     ("fp8_down_backward", ("WRITE_GRADS",)),
@@ -100,7 +102,7 @@ VARIANTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("fp8_wgrad", ("FP32",)),
     ("fp8_columns", ()),
 )
-"""Every kernel that a call may need, trials aside, and its macros."""
+"""Every kernel that a call may need, and its macros."""
 
 
 def why_no_kernels() -> str | None:

@@ -9,7 +9,7 @@
 // precision/quantize.py; NaN and Inf stay in their row's block.
 //
 // With DISPATCH the rows of x are written here, ahead of the tiles, by the other three warps of the filling one's
-// warpgroup: dispatch.cuh. With GATHER there is no pool of them, a trial: gather.cuh.
+// warpgroup: dispatch.cuh. With GATHER there is no pool of them: gather.cuh.
 
 #if defined(DISPATCH) || defined(GATHER)
 constexpr u32 UP_REGISTERS = MATH_REGISTERS - 8;  // the warps that dispatch or gather need 72
