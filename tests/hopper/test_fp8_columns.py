@@ -176,8 +176,8 @@ def test_simulator_misses_a_broken_kernel(tmp_path, monkeypatch, before, after):
     ("before", "after"),
     [
         ("row - own_first", "row"),
-        ("(place < 0 ? row : row - max_tokens)", "row"),
-        ("(place < 0 ? row : row - max_tokens)", "max(0, row - max_tokens)"),
+        ("(own < 0 ? row : row - max_tokens)", "row"),
+        ("(own < 0 ? row : row - max_tokens)", "max(0, row - max_tokens)"),
         ("u32(entry) / u32(top_k)", "u32(entry)"),
     ],
     ids=["own", "later ranks", "earlier ranks", "slots"],

@@ -94,9 +94,9 @@ def block(name: str) -> Block:
 
 
 PARTS = {
-    "fp8_up": ("dispatch.cuh", "gather.cuh"),
+    "fp8_up": ("dispatch.cuh", "copies.cuh", "gather.cuh"),
     "fp8_down_backward": ("factor.cuh",),
-    "fp8_columns": ("factor.cuh",),
+    "fp8_columns": ("factor.cuh", "copies.cuh"),
     "combine": ("claims.cuh",),
 }
 """Files of cuda/ that one kernel has beside those of all."""

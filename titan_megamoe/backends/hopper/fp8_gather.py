@@ -81,5 +81,6 @@ class Gathered(NamedTuple):
         copied = (None, None) if self.peers is None else (self.peers.data, self.peers.scale)
         return (
             self.local[0], copied[0], self.local[1], copied[1], self.plan.row_slot, self.plan.own_tiles,
-            self.plan.tile_order, part, self.local[0].shape[1], shape.top_k, shape.max_tokens, shape.rank,
+            self.plan.tile_order, part, self.local[0].shape[1], shape.top_k, shape.rank * shape.max_tokens,
+            shape.max_tokens,
         )  # fmt: skip

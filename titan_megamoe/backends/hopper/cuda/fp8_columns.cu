@@ -41,23 +41,16 @@ struct Source {
     const u16* x;         // (matrices, P, N), or (T, N) with a table
     const u16* received;  // (…, N)
     // (P), or null: rows in pool order. With top_k 0 it is the plan's row_source: t ≥ 0, row t of x, or -2 - j, row j of
-    // received. Else its row_slot: (source · T_max + t) · top_k + k, and received has row source · T_max + t of all but
-    // own_first ≤ row < own_first + T_max, which are rows of x.
+    // received. Else its row_slot, and received has copies.
     const int* table;
     int columns, rows;  // N, P
-    int top_k, own_first, max_tokens;
+    Copies copies;
 
     // Row of x, or -2 - row of received, of which the table says `entry`.
-    DEVICE int find(int entry) const {
-        if (top_k == 0) return entry;
-        const int row = int(u32(entry) / u32(top_k)), place = row - own_first;
-        if (u32(place) < u32(max_tokens)) return place;
-        return -2 - (place < 0 ? row : row - max_tokens);
-    }
+    DEVICE int find(int entry) const { return copies.top_k == 0 ? entry : copies.place(entry); }
 
     DEVICE u64 address(int source) const {
-        const u16* base = source >= 0 ? x : received;
-        return u64(base) + u64(u32(source >= 0 ? source : -2 - source)) * u32(2 * columns);
+        return u64(source >= 0 ? x : received) + u64(row_of(source)) * u32(2 * columns);
     }
 };
 
@@ -128,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) fp8_columns(
     const int first = chunk * CHUNK, count = min(CHUNK, int(tiles) - first);
 
     const u32 base = shared_address(shared), thread = threadIdx.x;
-    const Source source{x, received, table, columns, rows, top_k, own_first, max_tokens};
+    const Source source{x, received, table, columns, rows, Copies{top_k, own_first, max_tokens}};
     find_rows(base, source, tile_expert, offs, counts, matrix, first, count);
     const bool given_up = state && state[1] != 0;
     __syncthreads();

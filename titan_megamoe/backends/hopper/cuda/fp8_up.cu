@@ -36,8 +36,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_up(
 #elif defined(GATHER)
     ,
     const unsigned char* local, const unsigned char* copied, const float* local_scale, const float* copied_scale,
-    const int* row_slot, const int* own_tiles, const int* tile_order, int part, int hidden, int top_k, int max_tokens,
-    int rank
+    const int* row_slot, const int* own_tiles, const int* tile_order, int part, int hidden, int top_k, int own_first,
+    int max_tokens
 #endif
 ) {
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_up(
 #elif defined(GATHER)
         fill_gathering(p, s, w13,
                        Gathered{local, copied, local_scale, copied_scale, row_slot, own_tiles, tile_order, part,
-                                hidden, k_blocks, top_k, max_tokens, rank});
+                                hidden, k_blocks, Copies{top_k, own_first, max_tokens}});
 #else
         if (threadIdx.x == MATH_THREADS) fill(p, s, x, w13, nothing_more);
 #endif

@@ -26,14 +26,14 @@ constexpr int PART_ALL = 0, PART_OWN = 1, PART_OTHERS = 2;
 
 struct Gathered {
     const unsigned char* local;   // (T, H) e4m3, this rank's tokens
-    const unsigned char* copied;  // ((W - 1)·T_max, H), the peers', in the order of the ranks
+    const unsigned char* copied;  // ((W - 1)·T_max, H), copies of the peers'
     const float* local_scale;     // (T, ⌈H/128⌉)
     const float* copied_scale;    // ((W - 1)·T_max, ⌈H/128⌉)
     const int* row_slot;          // (P): (source·T_max + t)·K + k; -1 pads
     const int* own_tiles;         // how many tiles have own tokens only
     const int* tile_order;        // all tiles, those first
     int part, hidden, blocks;     // blocks = ⌈H/128⌉
-    int top_k, max_tokens, rank;  // K, T_max, this one
+    Copies copies;
 
     // The tile rows of this launch, and which the n-th of them is.
     DEVICE u32 count(const int* num_tiles) const {
@@ -46,17 +46,11 @@ struct Gathered {
         return __ldg(tile_order + (part == PART_OWN ? 0 : __ldg(own_tiles)) + n);
     }
 
-    // Token of a slot, or of `other`, if that pads: t ≥ 0 of this rank's, or -1 - j, row j of copied.
-    DEVICE int token(int slot, int other) const {
-        const int flat = u32(slot < 0 ? other : slot) / u32(top_k), mine = rank * max_tokens;
-        if (flat < mine) return -1 - flat;
-        return flat < mine + max_tokens ? flat - mine : -1 - (flat - max_tokens);
+    DEVICE const unsigned char* data(int place) const {
+        return (place >= 0 ? local : copied) + u64(row_of(place)) * u32(hidden);
     }
-    DEVICE const unsigned char* data(int token) const {
-        return (token >= 0 ? local : copied) + u64(u32(token >= 0 ? token : -1 - token)) * u32(hidden);
-    }
-    DEVICE const float* scales(int token) const {
-        return (token >= 0 ? local_scale : copied_scale) + u64(u32(token >= 0 ? token : -1 - token)) * u32(blocks);
+    DEVICE const float* scales(int place) const {
+        return (place >= 0 ? local_scale : copied_scale) + u64(row_of(place)) * u32(blocks);
     }
 };
 
@@ -87,14 +81,15 @@ DEVICE void fill_gathering(const Problem& p, const Shared& s, const TensorMap& b
         if (fills) next = claims.next();  // its way lies under this tile
         const Tile tile = tiles.tile(unit);
         const int* slots = g.row_slot + tile.row;
-        const int first_slot = __ldg(slots), slot_of_scale = __ldg(slots + thread);
+        const int first = __ldg(slots), of_scale = __ldg(slots + thread);
         int slot[ROW_LOADS];  // all on their way before any is looked at
 #pragma unroll
         for (int i = 0; i < ROW_LOADS; ++i) slot[i] = __ldg(slots + first_row + 4 * i);
         const unsigned char* from[ROW_LOADS];
 #pragma unroll
-        for (int i = 0; i < ROW_LOADS; ++i) from[i] = g.data(g.token(slot[i], first_slot)) + 16 * unit_of_row;
-        const float* scale_from = g.scales(g.token(slot_of_scale, first_slot));
+        for (int i = 0; i < ROW_LOADS; ++i)
+            from[i] = g.data(g.copies.place(slot[i] < 0 ? first : slot[i])) + 16 * unit_of_row;
+        const float* scale_from = g.scales(g.copies.place(of_scale < 0 ? first : of_scale));
         const float* left_scales = p.weight_scales(tile.expert, tile.column);
         const float* right_scales = p.weight_scales(tile.expert + p.right_layer, tile.column);
         float left = __ldg(left_scales), right = __ldg(right_scales);
