@@ -178,7 +178,7 @@ def test_simulator_misses_a_broken_kernel(tmp_path, monkeypatch, before, after):
         ("row - own_first", "row"),
         ("(own < 0 ? row : row - max_tokens)", "row"),
         ("(own < 0 ? row : row - max_tokens)", "max(0, row - max_tokens)"),
-        ("u32(entry) / u32(top_k)", "u32(entry)"),
+        ("u32(slot) / u32(top_k)", "u32(slot)"),
     ],
     ids=["own", "later ranks", "earlier ranks", "slots"],
 )  # fmt: skip
