@@ -48,7 +48,7 @@ def beside_published(rows: Rows) -> str:
         twins = [best[key] for key in sorted(best) if key[0] == "mega_moe" and stock]
         for r in twins:
             assert stock is not None
-            what = f"{model}, step of {r['layers']} layers, {r['gpus']} GPUs, {r['precision']}"
+            what = f"{model}, step of {check.size_of(r)}, {r['precision']}"
             table.append([what, "", _arrow(stock["step_s_mean"], r["step_s_mean"], "s")])
         if not twins:
             table.append([f"{model}, step of a twin, 2 GPUs", "", "mega_moe not measured"])
@@ -75,7 +75,7 @@ def _published_layer(rows: Rows, model: str, phase: str) -> tuple[float, float] 
 
 
 def _measured_layer(rows: Rows, model: str, phase: str, precision: str) -> tuple[float, float] | None:
-    """TorchTitan in bf16 and ours, of the newest run that has both."""
+    """TorchTitan in bf16 and ours, of the newest run on the most GPUs that has both."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for r in rows:
         if (r["kind"], r["source"], r["model"], r.get("phase")) != ("layer", "measured", model, phase):
@@ -91,17 +91,17 @@ def _measured_layer(rows: Rows, model: str, phase: str, precision: str) -> tuple
     both = [r for (run, impl), r in found.items() if impl == "mega_moe" and (run, "torchtitan") in found]
     if not both:
         return None
-    newest = max(both, key=lambda r: r["date"])
+    newest = max(both, key=_size_and_age)
     return found[newest["run"], "torchtitan"]["ms_median"], newest["ms_median"]
 
 
 def _best_steps(rows: Rows, model: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """The fastest step of each (implementation, precision) in the newest run that has ours."""
+    """The fastest step of each (implementation, precision) in the newest run, on the most GPUs, with ours."""
     steps = [r for r in rows if r["kind"] == "step" and r["source"] == "measured" and r["model"] == model]
     ours = [r for r in steps if r["impl"] == "mega_moe"]
     if not ours:
         return {}
-    run = max(reversed(ours), key=lambda r: r["date"])["run"]
+    run = max(reversed(ours), key=_size_and_age)["run"]
     best: dict[tuple[str, str], dict[str, Any]] = {}
     for r in steps:
         if r["run"] == run:
@@ -110,8 +110,12 @@ def _best_steps(rows: Rows, model: str) -> dict[tuple[str, str], dict[str, Any]]
     return best
 
 
+def _size_and_age(r: dict[str, Any]) -> tuple[int, str]:
+    return r["gpus"], r["date"]
+
+
 def latest_steps(rows: Rows, model: str) -> str:
-    """The step table of the newest run that has ours; words where there is none."""
+    """The step table of the newest run on the most GPUs that has ours; words where there is none."""
     ours = [
         r
         for r in rows
@@ -123,7 +127,7 @@ def latest_steps(rows: Rows, model: str) -> str:
             f"*No training step of the fused kernels at {model}'s width was measured yet: "
             f"`scripts/compare.sh train_configs/{folder}/2gpu` does it.*"
         )
-    newest = max(enumerate(ours), key=lambda item: (item[1]["date"], item[0]))[1]["run"]
+    newest = max(reversed(ours), key=_size_and_age)["run"]
     return step_table([r for r in rows if r.get("run") == newest and r["model"] == model])
 
 

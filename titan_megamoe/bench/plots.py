@@ -197,23 +197,28 @@ def _draw_layers(data: Any, path: Path, metadata: dict[str, str]) -> None:
 # --- scaling -----------------------------------------------------------------------------------------------
 
 
+_PHASES = ("forward", "backward")
+
+
 def _collect_scaling(over: str) -> Callable[[Rows], Any]:
     words = {"tokens": "number of tokens", "ep": "EP degree"}
 
     def collect(rows: Rows) -> Any:
-        lines: dict[str, dict[str, float]] = {}
-        for r in rows:
+        lines: dict[str, dict[str, dict[str, float]]] = {}
+        for r in sorted(rows, key=lambda r: r["model"] != next(iter(FULL_MODELS))):
             if (r["kind"], r["source"]) != ("layer", "measured") or r["router"] or r["routing"] != "uniform":
                 continue
-            if over == "ep" and r["tokens"] != 16384:
+            if (over == "ep" and r["tokens"] != 16384) or r["phase"] not in _PHASES:
                 continue
-            line = f"{r['model']} {r['impl']} {r['precision']}, {r['phase']}"
-            if over == "tokens":
-                line += f", EP={r['ep']}"
-            at = str(r[over])
-            old = lines.setdefault(line, {}).get(at, r["ms_median"])
-            lines[line][at] = min(old, r["ms_median"])
-        lines = {name: points for name, points in lines.items() if len(points) > 1}
+            panel = r["model"] + (f", EP={r['ep']}" if over == "tokens" else "")
+            line = f"{r['impl']} {r['precision']}, {r['phase']}"
+            points, at = lines.setdefault(panel, {}).setdefault(line, {}), str(r[over])
+            points[at] = min(points.get(at, r["ms_median"]), r["ms_median"])
+        lines = {
+            panel: several
+            for panel, of in lines.items()
+            if (several := {line: points for line, points in of.items() if len(points) > 1})
+        }
         if not lines:
             raise NothingToShow(
                 f"Scaling of a layer over the {words[over]} was not measured: no implementation has layer "
@@ -226,15 +231,36 @@ def _collect_scaling(over: str) -> Callable[[Rows], Any]:
 
 def _draw_scaling(data: Any, path: Path, metadata: dict[str, str]) -> None:
     pyplot = _pyplot()
-    figure, axes = pyplot.subplots(figsize=(8, 4))
-    for name, points in data["lines"].items():
-        places = sorted(map(int, points))
-        axes.plot(places, [points[str(p)] for p in places], marker="o", label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel({"tokens": "tokens a rank", "ep": "EP degree"}[data["over"]])
-    axes.set_ylabel("ms a layer")
-    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))
+    panels = data["lines"]
+    size = (2.5 + 3.5 * len(panels), 4)
+    figure, grid = pyplot.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
+    colours = {name: f"C{i}" for i, name in enumerate(
+        dict.fromkeys(line.split(",")[0] for lines in panels.values() for line in lines)
+    )}  # fmt: skip
+    for axes, (panel, lines) in zip(grid[0], panels.items(), strict=True):
+        for line, points in lines.items():
+            places, (name, _, phase) = sorted(map(int, points)), line.partition(", ")
+            axes.plot(
+                places, [points[str(p)] for p in places], marker="o", label=line, color=colours[name],
+                linestyle="-" if phase == _PHASES[0] else "--",
+            )  # fmt: skip
+        axes.set_title(panel, fontsize=9)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted({int(p) for points in lines.values() for p in points}))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_yscale("log")
+        axes.set_xlabel({"tokens": "tokens a rank", "ep": "EP degree"}[data["over"]])
+        axes.set_ylabel("ms a layer")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.tick_params(axis="y", which="minor", labelsize=7)
+        axes.grid(alpha=0.3, which="both")
+    named = {
+        line: handle
+        for axes in grid[0]
+        for handle, line in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(named.values(), named, fontsize=8, loc="outside right upper")
     _save(figure, path, metadata)
 
 
@@ -278,11 +304,11 @@ def _draw_gpus(data: Any, path: Path, metadata: dict[str, str]) -> None:
 
 def _collect_memory(rows: Rows) -> Any:
     found: dict[str, float] = {}
-    for r in rows:
-        if r["kind"] == "step" and r["source"] == "measured" and "peak_bytes" in r:
-            sms = f", {r['num_sms']} SMs" if r.get("num_sms") else ""
-            name = f"{r['model']}, {r['layers']} layers, {r['gpus']} GPUs: {r['impl']} {r['precision']}{sms}"
-            found[name] = round(max(found.get(name, 0.0), r["peak_bytes"] / 2**30), 2)
+    steps = [r for r in rows if r["kind"] == "step" and r["source"] == "measured" and "peak_bytes" in r]
+    for r in sorted(steps, key=lambda r: (list(FULL_MODELS).index(r["model"]), r["gpus"], r["layers"])):
+        sms = f", {r['num_sms']} SMs" if r.get("num_sms") else ""
+        name = f"{r['model']}, {check.size_of(r)}: {r['impl']} {r['precision']}{sms}"
+        found[name] = round(max(found.get(name, 0.0), r["peak_bytes"] / 2**30), 2)
     if not found:
         raise NothingToShow("Memory was not measured.")
     return found

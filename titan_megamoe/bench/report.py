@@ -10,9 +10,9 @@ A block is written as
     <!-- /results -->
 
 with a kind and what it is about: a file, `all` for every file under docs/benchmarks, a model (`steps`: its
-newest run) or a plot's name. `curves` or `trace` of a file is its picture and its table. A file that is not
-there is said to be missing. Plots are PNGs in docs/report, each with a digest of what it shows, so that
---check needs no pixels.
+newest run on the most GPUs) or a plot's name. `curves` or `trace` of a file is its picture and its table. A
+file that is not there is said to be missing. Plots are PNGs in docs/report, each with a digest of what it
+shows, so that --check needs no pixels.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from ..bench.jobfile import JobFacts, read_job
 from ..bench.records import wgrad_field, wgrad_precision
 from ..errors import ConfigError
 from ..torchtitan.jobs import TRAIN_CONFIGS
-from .step import Prediction, predict
+from .step import Prediction, inferred_from, predict
 
 CLUSTERS = {
     "qwen3-30b-a3b": TRAIN_CONFIGS / "qwen3_30b_a3b/32gpu",
@@ -57,11 +57,18 @@ def facts_of(record: Mapping[str, Any]) -> JobFacts:
     )
 
 
+def size_of(step: Mapping[str, Any]) -> str:
+    """Layers and GPUs of a step."""
+    return ", ".join(
+        f"{n} {noun}{'s' * (n != 1)}" for n, noun in ((step["layers"], "layer"), (step["gpus"], "GPU"))
+    )
+
+
 def step_name(r: Mapping[str, Any]) -> str:
     """What tells a known step from the others."""
     wgrad = wgrad_precision(r)
     return (
-        f"{r['source']}: {r['model']}, {r['layers']} layers, {r['gpus']} GPUs, {r['impl']} {r['precision']}"
+        f"{r['source']}: {r['model']}, {size_of(r)}, {r['impl']} {r['precision']}"
         + ("" if wgrad == "bf16" else f", dW in {wgrad}")
         + (", direct experts" if r.get("direct_experts") else "")
         + ("" if r["compile"] else ", eager")
@@ -72,7 +79,7 @@ def residuals(records: Iterable[Mapping[str, Any]]) -> list[Residual]:
     """Every measured and published step of the two models.
 
     A published step is predicted with the published layer times of the same system, so that what is left is
-    the model's, not the layer's. A step from which the model infers a layer time is not predicted.
+    the model's, not the layer's. A step of a size from which the model infers a layer time is not predicted.
     """
     records = list(records)
     made = []
@@ -83,9 +90,11 @@ def residuals(records: Iterable[Mapping[str, Any]]) -> list[Residual]:
         if r["source"] == "published":
             degrees = read_job(CLUSTERS[r["model"]] / "torchtitan.toml")
             facts = replace(facts, dp_replicate=degrees.dp_replicate, dp_shard=degrees.dp_shard)
-        if (facts.impl, facts.precision) == ("torchtitan", "float8_rowwise") and r["source"] == "measured":
-            made.append(Residual(r, None, "the model takes its layer time from here"))
-            continue
+        if facts.precision == "float8_rowwise" and r["source"] == "measured":
+            source = inferred_from(facts, records)
+            if source is not None and size_of(source) == size_of(r):
+                made.append(Residual(r, None, "the model takes its layer time from here"))
+                continue
         try:
             prediction = predict(facts, records, r["gpus"], published_layers=r["source"] == "published")
         except ConfigError as error:

@@ -126,24 +126,28 @@ def _layer(facts: JobFacts, layers: Layers, cluster: Cluster) -> LayerTime:
 
 def _inferred(facts: JobFacts, records: list[Mapping[str, Any]], cluster: Cluster) -> LayerTime:
     """The layer time of an implementation that has only step records, from the step of its own shape."""
-    for r in reversed(records):  # the newest of a file, the last of the files
-        same = r["kind"] == "step" and r["source"] == "measured" and r["model"] == facts.model.name
-        if (
-            same
-            and (r["impl"], r["precision"]) == (facts.impl, facts.precision)
-            and r["compile"] == facts.compile
-        ):
-            there = replace(
-                facts, layers=r["layers"], seq_len=r["seq_len"], batch=r["tokens"] // r["seq_len"],
-                global_batch=-1, dp_replicate=r.get("dp_replicate", 1), dp_shard=-1, ep=r["ep"], ac=r["ac"],
-            )  # fmt: skip
-            rest = sum((p.time for p in _parts(there, r["gpus"], cluster, NO_LAYER, (ZERO, ZERO))), ZERO)
-            layer = infer_from_step(rest, r["step_s_mean"], r["layers"], PASSES[r["ac"]])
-            return carry(layer, facts.impl, facts.model.layer, r["tokens"], r["ep"], facts.ep, cluster)
-    raise ConfigError(
-        f"neither a layer nor a step record of {facts.impl} in {facts.precision} for {facts.model.name}: "
-        "`python -m titan_megamoe.bench compare` makes one."
-    )
+    r = inferred_from(facts, records)
+    if r is None:
+        raise ConfigError(
+            f"neither a layer nor a step record of {facts.impl} in {facts.precision} for {facts.model.name}: "
+            "`python -m titan_megamoe.bench compare` makes one."
+        )
+    there = replace(
+        facts, layers=r["layers"], seq_len=r["seq_len"], batch=r["tokens"] // r["seq_len"],
+        global_batch=-1, dp_replicate=r.get("dp_replicate", 1), dp_shard=-1, ep=r["ep"], ac=r["ac"],
+    )  # fmt: skip
+    rest = sum((p.time for p in _parts(there, r["gpus"], cluster, NO_LAYER, (ZERO, ZERO))), ZERO)
+    layer = infer_from_step(rest, r["step_s_mean"], r["layers"], PASSES[r["ac"]])
+    return carry(layer, facts.impl, facts.model.layer, r["tokens"], r["ep"], facts.ep, cluster)
+
+
+def inferred_from(facts: JobFacts, records: list[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The step record from which a layer time is inferred that was not measured: of those on the most GPUs
+    the newest of a file, the last of the files."""
+    wanted = ("step", "measured", facts.model.name, facts.impl, facts.precision, facts.compile)
+    keys = ("kind", "source", "model", "impl", "precision", "compile")
+    found = [r for r in reversed(records) if tuple(r.get(key) for key in keys) == wanted]
+    return max(found, key=lambda r: r["gpus"], default=None)
 
 
 def _parts(
@@ -219,9 +223,9 @@ def _sharding(
     block = model.attention_parameters + model.router_parameters
     if gpus == 1:
         # No FSDP: autocast and the experts cast fp32 weights in forward, recompute and backward.
-        weights = count * (block + model.expert_parameters) + 2 * model.embedding_parameters
-        casts = cluster.rate("hbm").time(6.0 * weights * 3)
-        return casts.doubted("FSDP copies", 0.5), ZERO
+        cast = 3.0 * (count * block + 2 * model.embedding_parameters)
+        cast += _expert_casts(facts) * count * model.expert_parameters
+        return cluster.rate("hbm").time(6.0 * cast).doubted("FSDP copies", 0.5), ZERO
 
     def unit(parameters: float, ranks: int, stride: int) -> tuple[_Exchange, _Exchange]:
         return _unit(parameters, ranks, stride, facts.dp_replicate, shards, cluster)
@@ -239,11 +243,19 @@ def _sharding(
     longer_than_a_layer = excess(gather.time, forward) + excess(gather.time + reduce.time, backward)
     exposed = first + last + longer_than_a_layer * (count - 1)
     hidden = (gather.twice().both(reduce)).slows() * max(count - 1, 0)
-    if facts.direct_experts and facts.precision == "bf16":  # then the op casts them itself, for each pass
+    if facts.direct_experts and (passes := _expert_casts(facts)):
         local = count * model.expert_parameters / facts.ep
-        casts = cluster.rate("hbm").time(6.0 * local * (PASSES[facts.ac] + 1))
-        hidden = hidden + casts.doubted("casts of weights", 0.5)
+        hidden = hidden + cluster.rate("hbm").time(6.0 * local * passes).doubted("casts of weights", 0.5)
     return hidden + table_gather.twice().both(table_reduce).slows(), exposed
+
+
+def _expert_casts(facts: JobFacts) -> float:
+    """Passes in which fp32 experts are rounded to bf16. fp8 ones are quantized from fp32, once a step, which
+    counts as little here as a quantization from bf16."""
+    forwards = PASSES[facts.ac]
+    if facts.impl == "torchtitan":
+        return forwards + 1
+    return {"fp8": 0.0, "fp8_bwd": forwards}.get(facts.precision, forwards + 1)
 
 
 @dataclass(frozen=True)
