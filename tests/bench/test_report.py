@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from titan_megamoe import ConfigError
-from titan_megamoe.bench import overview, plots, report
+from titan_megamoe.bench import overview, plots, records, report, tables
+from titan_megamoe.bench.jobfile import FULL_MODELS
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,7 +64,8 @@ def test_an_edited_picture_passes(checkout: Path) -> None:
 
 
 def test_what_was_not_measured_has_an_empty_picture(checkout: Path) -> None:
-    (checkout / "docs/benchmarks/layer_30b_ep1.json").unlink()
+    for model in ("30b", "235b"):
+        (checkout / f"docs/benchmarks/layer_{model}_ep1.json").unlink()
     _run(checkout, check=False)
     text = (checkout / "docs/small.md").read_text()
     assert "Scaling of a layer over the EP degree was not measured" in text
@@ -80,6 +82,24 @@ def test_scaling_is_not_drawn_once_it_is_measured(checkout: Path) -> None:
         assert plots.draw(name, report._all(checkout), path, False)
         assert plots.png_text(path.read_bytes())["titan_megamoe digest"]
         assert not plots.draw(name, report._all(checkout), path, False), "drawn twice"
+
+
+def test_a_smaller_newer_run_stands_beside_what_is_published() -> None:
+    rows = report._all(ROOT)
+    known = [r for r in rows if r["source"] == "measured" and r.get("gpus") == 2]
+    later = [r | {"gpus": 1, "ep": 1, "date": "2100-01-01", "run": f"later {r['run']}"} for r in known]
+    published = [r for r in rows if r["source"] == "published"]
+    for several in (known + later, later + known):
+        assert overview.beside_published(several + published) == overview.beside_published(known + published)
+        for model in FULL_MODELS:
+            assert overview.latest_steps(several, model) == overview.latest_steps(known, model)
+    assert "1 GPU, " in overview.beside_published(later + published)
+
+
+def test_steps_on_one_gpu_are_said_to_be_sharded() -> None:
+    (path,) = (ROOT / "docs/benchmarks").glob("step_235b_1gpu.json")
+    note = tables.step_note(records.read(path))
+    assert "1 layer," in note and "EP=1, full" in note and "FSDP" not in note
 
 
 def test_a_job_has_the_step_of_one_with_other_weight_gradients_or_experts() -> None:
