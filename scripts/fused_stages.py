@@ -311,6 +311,8 @@ def main() -> None:
     parser.add_argument("--combines", default="triton")
     args = parser.parse_args()
     models, halves, combines = (text.split(",") for text in (args.models, args.halves, args.combines))
+    if not set(halves) <= {"gathered", "expanded"}:
+        parser.error(f"--halves {args.halves}: the stages are those of gathered and of expanded")
     pools = {model: RankPool(args.world, "cuda", timeout_s=300) for model in models}
     try:
         with ThreadPoolExecutor() as threads:

@@ -71,13 +71,13 @@ def check(case, intermediate=48, *, save=True, repeats=1, **options):
         assert bits(pool)[0][~live].eq(0xFF).all() and pool.scale[0][:, ~live].isnan().all()
 
 
-def check_gathered(case, intermediate=48, *, save=True, repeats=1):
+def check_gathered(case, intermediate=48, *, save=True, repeats=1, **options):
     """h', gate and up of a launch that gathers its rows, to the bit, each time."""
     plan, w13 = case.dispatch.plan, weights_of(case, intermediate)
     tables, live = (w13, plan.row_weight, plan.tiles), case.rows()
     wanted, wanted_gate_up = gemm_up_fp8(case.pool, *tables, save=save)
     for _ in range(repeats):
-        h, gate_up = gemm_up_fp8(None, *tables, save=save, gather=case.gathered())
+        h, gate_up = gemm_up_fp8(None, *tables, save=save, gather=case.gathered(), **options)
         assert_same_rows(h, wanted, live)
         if save:
             assert torch.equal(gate_up[:, live], wanted_gate_up[:, live])

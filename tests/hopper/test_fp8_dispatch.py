@@ -107,6 +107,7 @@ def test_simulator_misses_a_tile_that_does_not_wait(before, after, complaint, tm
         check(make_case((40, 150), 0, 1, 1, 144))
 
 
+_LAST_WAIT = "    }\n    barrier_wait(s.empty(at.stage), at.round ^ 1);\n    if (fills) {\n"
 _FREE = "            barrier_wait(s.empty(at.stage), at.round ^ 1);\n"
 _COPIES = (
     "            const u32 full = s.full(at.stage), to = s.stage(at.stage), scales = s.scales(at.stage);\n"
@@ -128,6 +129,26 @@ def test_simulator_misses_a_gather_that_does_not_wait(before, after, complaint, 
     kernels.run_on_cpu(monkeypatch, tmp_path, (before, after))
     with pytest.raises(AssertionError, match=complaint):
         check_gathered(make_case((40, 150), 0, 1, 1, 1040))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "shape"),
+    [
+        (_LAST_WAIT, "    }\n    if (fills) {\n", ((300, 233), 0, 2, 2, 272)),
+        ("        said = said_next, said_next = swap;\n", "", ((700, 333), 0, 2, 2, 16)),
+    ],
+    ids=["end", "said"],
+)  # fmt: skip
+def test_simulator_misses_a_gather_whose_warps_part(before, after, shape, tmp_path, monkeypatch):
+    """The last stage is free when all have left it, and a tile's word is written when all have read it."""
+    case = make_case(*shape)
+    kernels.run_on_cpu(monkeypatch, tmp_path)
+    check_gathered(case)
+    kernels.run_on_cpu(monkeypatch, tmp_path, (before, after))
+    with pytest.raises(AssertionError):
+        for seed in range(1, 7):
+            monkeypatch.setattr(kernels.CpuKernel, "seed", seed)
+            check_gathered(case)
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,7 @@ def test_dispatch_inside_gemm1_loses_mixes_up_or_reads_rows_too_early(case, rese
     made = dispatch_cases.make_case(*case, device="cuda")
     for save in (True, False):
         dispatch_cases.check(made, 208, save=save, repeats=10, reserved_sms=reserved_sms)
+        dispatch_cases.check_gathered(made, 208, save=save, repeats=10, reserved_sms=reserved_sms)
 
 
 def _halves(rank: int, problem: Problem, repeats: int, half: str, options: dict):

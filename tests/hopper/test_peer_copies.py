@@ -144,7 +144,7 @@ def forward(monkeypatch: pytest.MonkeyPatch, reserved_sms: int) -> None:
         def make(arguments: tuple[Any, ...]) -> None:
             gpu.work(f"gemm1, part {arguments[part_at]}")()
 
-        gather.make_all(make, apart=reserved_sms == 0)
+        gather.make_all(make, reserved_sms=reserved_sms)
         return torch.zeros(1), torch.zeros(1)
 
     monkeypatch.setattr(fp8_backend, "gemm_up_fp8", gemm1)

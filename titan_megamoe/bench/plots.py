@@ -305,7 +305,7 @@ def _draw_gpus(data: Any, path: Path, metadata: dict[str, str]) -> None:
 def _collect_memory(rows: Rows) -> Any:
     found: dict[str, float] = {}
     steps = [r for r in rows if r["kind"] == "step" and r["source"] == "measured" and "peak_bytes" in r]
-    for r in sorted(steps, key=lambda r: (list(FULL_MODELS).index(r["model"]), r["gpus"], r["layers"])):
+    for r in sorted(steps, key=lambda r: ([r["model"] != m for m in FULL_MODELS], r["gpus"], r["layers"])):
         sms = f", {r['num_sms']} SMs" if r.get("num_sms") else ""
         name = f"{r['model']}, {check.size_of(r)}: {r['impl']} {r['precision']}{sms}"
         found[name] = round(max(found.get(name, 0.0), r["peak_bytes"] / 2**30), 2)

@@ -90,7 +90,7 @@ def residuals(records: Iterable[Mapping[str, Any]]) -> list[Residual]:
         if r["source"] == "published":
             degrees = read_job(CLUSTERS[r["model"]] / "torchtitan.toml")
             facts = replace(facts, dp_replicate=degrees.dp_replicate, dp_shard=degrees.dp_shard)
-        if facts.precision == "float8_rowwise" and r["source"] == "measured":
+        if (facts.impl, facts.precision) == ("torchtitan", "float8_rowwise") and r["source"] == "measured":
             source = inferred_from(facts, records)
             if source is not None and size_of(source) == size_of(r):
                 made.append(Residual(r, None, "the model takes its layer time from here"))

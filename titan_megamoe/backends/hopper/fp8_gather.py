@@ -55,18 +55,18 @@ class Gathered(NamedTuple):
             check_matrix(f"{name} data", data, (count, hidden), torch.float8_e4m3fn)
             check_matrix(f"{name} scales", scale, (count, cdiv(hidden, BLOCK)), torch.float32)
 
-    def make_all(self, make: Callable[[tuple[Any, ...]], None], *, apart: bool) -> None:
+    def make_all(self, make: Callable[[tuple[Any, ...]], None], *, reserved_sms: int) -> None:
         """Make all rows, in order of the current stream.
 
         Args:
             make: launches the kernel with arguments of KINDS, on what is then the current stream.
-            apart: whether two launches may share the GPU, each with as many blocks as it likes.
+            reserved_sms: SMs left to other streams. Two launches at once would take them.
         """
         if self.peers is None:
             make(self.arguments(PART_ALL))
             return
         done = self.peers.done
-        begun = now() if apart and done is not None else None
+        begun = now() if reserved_sms == 0 and done is not None else None
         make(self.arguments(PART_OWN))
         with nullcontext() if begun is None else beside(begun, self.local[0].device, head_start_ns=0) as made:
             if done is not None:

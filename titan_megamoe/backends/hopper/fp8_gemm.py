@@ -196,7 +196,7 @@ def gemm_up_fp8(
     if gather is None:
         make(source)
     else:
-        gather.make_all(make, apart=reserved_sms == 0)
+        gather.make_all(make, reserved_sms=reserved_sms)
     return h, gate_up
 
 

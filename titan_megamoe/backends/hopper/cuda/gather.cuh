@@ -21,6 +21,7 @@ constexpr int ROW_LOADS = ROWS * ROW_LANES / GATHER_THREADS;
 static_assert(BLOCK == 16 * ROW_LANES, "a row of a stage");
 static_assert(FULL_ARRIVALS == 1 + GATHER_THREADS, "of a stage");
 static_assert(CLAIMS, "those that multiply learn each tile from its first stage");
+static_assert(STAGES >= 2, "two headers tell these warps their tiles by turns");
 
 constexpr int PART_ALL = 0, PART_OWN = 1, PART_OTHERS = 2;
 
@@ -66,7 +67,7 @@ DEVICE void fill_gathering(const Problem& p, const Shared& s, const TensorMap& b
     Position at;
     u32 next = fills ? claims.next() : 0;
     // The next tile for these warps: the headers' second words of two stages, by turns, so that one is not written again
-    // before all have read it. Nobody else uses them.
+    // before all have read it. Nobody else writes or heeds them.
     u32 said = s.scales(0) + HEADER_AT + 4, said_next = s.scales(1) + HEADER_AT + 4;
     for (;;) {
         if (fills) {
