@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from titan_megamoe import MegaMoEConfig
 
 GPU = [pytest.mark.gpu]
+
+SHARED_GPUS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif("TITAN_MEGAMOE_SHARED_GPUS" not in os.environ, reason="set TITAN_MEGAMOE_SHARED_GPUS"),
+]
+"""Of tests whose ranks share GPUs and take turns on them (device "cuda-shared"), which takes minutes."""
 
 IMPLEMENTATIONS = [
     pytest.param(

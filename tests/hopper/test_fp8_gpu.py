@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
@@ -11,6 +9,7 @@ pytest.importorskip("triton")
 
 import dispatch_cases
 import fp8_one_rank
+from matrix import SHARED_GPUS
 from test_op import check
 
 from titan_megamoe import MegaMoEConfig
@@ -45,12 +44,7 @@ def test_kernels_differ_from_the_recipe(hidden, intermediate, counts):
 
 PAIRS = [
     pytest.param("cuda", marks=pytest.mark.multi_gpu),
-    pytest.param(
-        "cuda-shared",
-        marks=pytest.mark.skipif(
-            "TITAN_MEGAMOE_SHARED_GPUS" not in os.environ, reason="set TITAN_MEGAMOE_SHARED_GPUS"
-        ),
-    ),
+    pytest.param("cuda-shared", marks=SHARED_GPUS),
 ]
 """Two ranks on a GPU each, or on one that they take turns on, as in test_many_ranks.py."""
 SHARED_TIMEOUT_S = 120.0
@@ -141,10 +135,8 @@ def test_dispatch_inside_gemm1_changes_a_bit_of_the_layer(rank_pool, device, nam
     timeout_s = 20.0 if device == "cuda" else SHARED_TIMEOUT_S
     pool, repeats = rank_pool(2, device), 3 if reserved_sms else 10
     options = {"reserved_sms": reserved_sms, "timeout_s": timeout_s}
-    assert pool.run(_halves, PROBLEMS[name], repeats, half, options, timeout_s=2 * SHARED_TIMEOUT_S) == [
-        set(),
-        set(),
-    ]
+    found = pool.run(_halves, PROBLEMS[name], repeats, half, options, timeout_s=2 * SHARED_TIMEOUT_S)
+    assert found == [set(), set()]
 
 
 @pytest.mark.multi_gpu

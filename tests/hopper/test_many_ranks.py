@@ -16,6 +16,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import SHARED_GPUS
 from test_op import check
 
 from titan_megamoe import MegaMoEConfig, mega_moe
@@ -27,9 +28,8 @@ TIMEOUT_S = 240.0
 """Of a call and of a whole run: the first one waits for the slowest rank's compiler."""
 SHARED = "cuda-shared"
 ON_GPUS = [
-    pytest.mark.gpu,
+    *SHARED_GPUS,
     pytest.mark.timeout(600),
-    pytest.mark.skipif("TITAN_MEGAMOE_SHARED_GPUS" not in os.environ, reason="set TITAN_MEGAMOE_SHARED_GPUS"),
 ]
 ON_CPU = pytest.param("all_to_all", "bf16", "cpu", 4, id="all_to_all-4-cpu")
 WORLDS = [

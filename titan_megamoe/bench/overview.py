@@ -42,7 +42,7 @@ def beside_published(rows: Rows) -> str:
                              and x["model"] == model and x["impl"] == "mega_moe")  # fmt: skip
                 before, then = r["step_s_mean"], after["step_s_mean"]
                 table.append([
-                    f"{model}, step of {r['layers']} layers, {r['gpus']} GPUs",
+                    f"{model}, step of {check.size_of(r)}",
                     _arrow(before, then, "s"),
                     f"not measured: needs {r['gpus']} GPUs",
                 ])  # fmt: skip
@@ -99,18 +99,20 @@ def _measured_layer(rows: Rows, model: str, phase: str, precision: str) -> tuple
 
 
 def _best_steps(rows: Rows, model: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """The fastest step of each (implementation, precision) in the newest run, on the most GPUs, with ours."""
-    steps = [r for r in rows if r["kind"] == "step" and r["source"] == "measured" and r["model"] == model]
-    ours = [r for r in steps if r["impl"] == "mega_moe"]
-    if not ours:
-        return {}
-    run = max(reversed(ours), key=_size_and_age)["run"]
+    """The fastest step of each (implementation, precision) in `_newest_steps`."""
     best: dict[tuple[str, str], dict[str, Any]] = {}
-    for r in steps:
-        if r["run"] == run:
-            key = (r["impl"], r["precision"])
-            best[key] = min(best.get(key, r), r, key=lambda x: x["step_s_mean"])
+    for r in _newest_steps(rows, model):
+        key = (r["impl"], r["precision"])
+        best[key] = min(best.get(key, r), r, key=lambda x: x["step_s_mean"])
     return best
+
+
+def _newest_steps(rows: Rows, model: str) -> Rows:
+    """The steps of the newest run on the most GPUs that has ours; none where there is none."""
+    steps = [r for r in rows if r["kind"] == "step" and r["source"] == "measured" and r["model"] == model]
+    ours = [r for r in reversed(steps) if r["impl"] == "mega_moe"]
+    run = max(ours, key=_size_and_age)["run"] if ours else None
+    return [r for r in steps if r["run"] == run]
 
 
 def _size_and_age(r: dict[str, Any]) -> tuple[int, str]:
@@ -118,20 +120,15 @@ def _size_and_age(r: dict[str, Any]) -> tuple[int, str]:
 
 
 def latest_steps(rows: Rows, model: str) -> str:
-    """The step table of the newest run on the most GPUs that has ours; words where there is none."""
-    ours = [
-        r
-        for r in rows
-        if (r["kind"], r["source"], r["model"], r["impl"]) == ("step", "measured", model, "mega_moe")
-    ]
-    if not ours:
+    """The table of `_newest_steps`; words where there is none."""
+    steps = _newest_steps(rows, model)
+    if not steps:
         folder = check.CLUSTERS[model].parent.name
         return (
             f"*No training step of the fused kernels at {model}'s width was measured yet: "
             f"`scripts/compare.sh train_configs/{folder}/2gpu` does it.*"
         )
-    newest = max(reversed(ours), key=_size_and_age)["run"]
-    return step_table([r for r in rows if r.get("run") == newest and r["model"] == model])
+    return step_table(steps)
 
 
 def residuals(rows: Rows) -> str:

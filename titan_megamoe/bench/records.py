@@ -76,6 +76,11 @@ def environment(known_commit: str = "") -> dict[str, Any]:
     }
 
 
+def counted(count: int, noun: str) -> str:
+    """ "1 layer", "2 layers"."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def wgrad_precision(record: Mapping[str, Any]) -> str:
     """Of a layer's or step's record; one that does not say has bf16 weight gradients."""
     return str(record.get("wgrad_precision", "bf16"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .records import wgrad_precision
+from .records import counted, wgrad_precision
 
 _NAMES = {
     "mega_moe": "**mega_moe, fused**",
@@ -81,14 +81,13 @@ def step_rows(steps: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
 def step_note(rows: list[dict[str, Any]]) -> str:
     """What the numbers of a run's step records are, and where they come from."""
     first = next(r for r in rows if r["kind"] == "step")
-    sharding = " + FSDP" if first.get("dp_replicate", 1) == 1 else " + HSDP"
-    parallel = (
-        f"EP={first['ep']}{sharding if first['gpus'] > 1 else ''}, {first['ac']} activation checkpointing"
-    )
-    layers = "1 layer" if first["layers"] == 1 else f"{first['layers']} layers"
+    parallel = f"EP={first['ep']}"
+    if first["gpus"] > 1:
+        parallel += " + FSDP" if first.get("dp_replicate", 1) == 1 else " + HSDP"
     return (
-        f"Seconds a step, mean of steps {first['steps']}; {first['model']} width, {layers}, "
-        f"sequence {first['seq_len']}, {parallel}. {provenance(first)}"
+        f"Seconds a step, mean of steps {first['steps']}; {first['model']} width, "
+        f"{counted(first['layers'], 'layer')}, sequence {first['seq_len']}, {parallel}, {first['ac']} "
+        f"activation checkpointing. {provenance(first)}"
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.jobfile import JobFacts, read_job
-from ..bench.records import wgrad_field, wgrad_precision
+from ..bench.records import counted, wgrad_field, wgrad_precision
 from ..errors import ConfigError
 from ..torchtitan.jobs import TRAIN_CONFIGS
 from .step import Prediction, inferred_from, predict
@@ -59,9 +59,7 @@ def facts_of(record: Mapping[str, Any]) -> JobFacts:
 
 def size_of(step: Mapping[str, Any]) -> str:
     """Layers and GPUs of a step."""
-    return ", ".join(
-        f"{n} {noun}{'s' * (n != 1)}" for n, noun in ((step["layers"], "layer"), (step["gpus"], "GPU"))
-    )
+    return f"{counted(step['layers'], 'layer')}, {counted(step['gpus'], 'GPU')}"
 
 
 def step_name(r: Mapping[str, Any]) -> str:

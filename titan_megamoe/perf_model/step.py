@@ -223,7 +223,7 @@ def _sharding(
     block = model.attention_parameters + model.router_parameters
     if gpus == 1:
         # No FSDP: autocast and the experts cast fp32 weights in forward, recompute and backward.
-        cast = 3.0 * (count * block + 2 * model.embedding_parameters)
+        cast = (PASSES[facts.ac] + 1) * (count * block + 2 * model.embedding_parameters)
         cast += _expert_casts(facts) * count * model.expert_parameters
         return cluster.rate("hbm").time(6.0 * cast).doubted("FSDP copies", 0.5), ZERO
 
